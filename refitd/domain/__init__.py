@@ -1,0 +1,1 @@
+"""The vocabulary of refitd: pure data and pure functions. Standard library and numpy only; `now` is passed in."""

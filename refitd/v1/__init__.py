@@ -1,0 +1,1 @@
+"""Generated from protos/refitd/v1 by protos/generate.sh; do not edit."""
