@@ -1,0 +1,55 @@
+"""How bytes get from one process to another."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refitd.copy.runs import Buffer
+from refitd.domain.version import ArenaSlot
+
+
+class Share(Protocol):
+    """One rank's part of a version, open for reading. Close it when done; use it as a context manager."""
+
+    @property
+    def payload(self) -> Buffer:
+        """The packed fragments, in the order of `refitd.domain.layout.packed`."""
+        ...
+
+    @property
+    def digests(self) -> NDArray[np.uint64]:
+        """One per kept fragment, in packed order; to be checked against the sealed roots by the caller."""
+        ...
+
+    def validate(self) -> None:
+        """Raises `VersionUnavailable` if the slot was rewritten since it was opened; call after the last byte is read."""
+        ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Share: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Transport(Protocol):
+    """Opens shares. Mappings are kept between calls; `close` drops them."""
+
+    @property
+    def name(self) -> str: ...
+
+    def reaches(self, slot: ArenaSlot) -> str | None:
+        """None if this process can read the slot this way, else the reason why not."""
+        ...
+
+    def open(self, slot: ArenaSlot, version: int) -> Share:
+        """Raises `VersionUnavailable` if the slot is gone or holds another version."""
+        ...
+
+    def close(self) -> None: ...
