@@ -1,0 +1,55 @@
+# The commands of this repository. `make demo` and `make test` make .venv themselves if it is missing.
+#
+#   make demo    trains with Megatron-Core, serves every version from vLLM; DEMO="--steps 20 --every 2" passes options
+#   make test    all tests; PYTEST="tests/unit -k digest" picks
+#   make check   what a change must pass beside the tests
+#   make bench   speed against one memcpy of the same bytes
+#   make dev     the tests' environment and a daemon in the foreground
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST ?= tests
+DEMO ?=
+BENCH ?=
+
+# Two training ranks, an engine and a daemon share the machine; OpenMP's default would start as many threads for each.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup check format test demo bench protos dev clean
+
+help:
+	@sed -n 's/^#   make/  make/p' Makefile
+
+setup:
+	@scripts/setup.sh $(VENV)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	cd protos && ../$(BIN)/buf lint
+	scripts/protos_unchanged.sh
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST)
+
+demo: setup
+	@$(BIN)/refitd demo $(DEMO)
+
+bench: setup
+	@$(BIN)/python tests/bench/bench.py $(BENCH)
+
+protos:
+	protos/generate.sh
+
+dev: setup
+	$(BIN)/refitd serve
+
+clean:
+	rm -rf .venv .venv-protos dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,96 @@
+"""The proof that a rank's weights are fresh: its own slices against the optimizer's FP32 masters, bit for bit.
+
+Straight after a step each rank's own slice of every bucket is new without any communication, and the masters say what
+it must be; ranks that agree with each other may still all be old. Local. `MegatronSource.evidence` calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from refit_megatron.surface import Bucket, Chunk, bits
+
+
+@dataclass(frozen=True)
+class OwnSlice:
+    """Flat elements [start, end) of a parameter, which this rank's optimizer writes."""
+
+    chunk: Chunk
+    parameter: nn.Parameter
+    start: int
+    end: int
+
+    @property
+    def values(self) -> Tensor:
+        return self.parameter.detach().reshape(-1)[self.start : self.end]
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in its GPTModel."""
+        return next((name for name, p in self.chunk.gpt.named_parameters() if p is self.parameter), "?")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`different`: slices that are not the cast of their master. `unchecked`: slices without an independent master."""
+
+    different: tuple[OwnSlice, ...]
+    unchecked: tuple[OwnSlice, ...]
+    compared: int
+
+
+def own_slices(chunks: Sequence[Chunk]) -> Iterator[OwnSlice]:
+    """Every slice that this rank's optimizer writes: its part of each bucket, or whole parameters where nothing is
+    sharded. Frozen parameters are in no bucket and are nobody's slice."""
+    for chunk in chunks:
+        for buffer in chunk.flat_buffers:
+            size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+            for bucket in buffer.buckets:
+                if bucket.param_data is None:
+                    yield from (OwnSlice(chunk, p, 0, p.numel()) for p in _written(chunk, bucket, rank))
+                    continue
+                part = bucket.param_data.numel() // size
+                low, high = rank * part, (rank + 1) * part
+                for parameter in bucket.params_list:
+                    # Not bucket.param_to_index: Megatron-Core 0.16 ignores the padding between parameters there.
+                    begin, stop, _ = buffer.param_index_map[parameter]
+                    begin, stop = begin - bucket.offset, stop - bucket.offset
+                    start, end = max(begin, low), min(stop, high)
+                    if start < end:
+                        yield OwnSlice(chunk, parameter, start - begin, end - begin)
+
+
+def compare_with_masters(chunks: Sequence[Chunk]) -> Comparison:
+    """Compares all own slices with `main_param`; one wait for the device at the end."""
+    compared: list[OwnSlice] = []
+    unchecked: list[OwnSlice] = []
+    flags: list[Tensor] = []
+    with torch.no_grad():
+        for own in own_slices(chunks):
+            master = getattr(own.parameter, "main_param", None)
+            if not isinstance(master, Tensor) or not _independent(master, own):
+                unchecked.append(own)
+                continue
+            expected = master.detach().reshape(-1).to(device=own.values.device, dtype=own.values.dtype)
+            flags.append((bits(own.values) != bits(expected)).any())
+            compared.append(own)
+        wrong = torch.stack(flags).cpu().tolist() if flags else []
+    different = tuple(own for own, is_wrong in zip(compared, wrong, strict=True) if is_wrong)
+    return Comparison(different, tuple(unchecked), len(compared))
+
+
+def _independent(master: Tensor, own: OwnSlice) -> bool:
+    """A master proves something if it is of its own memory and covers just the slice."""
+    if master.dtype != torch.float32 or own.parameter.dtype == torch.float32:
+        return False
+    return master.numel() == own.end - own.start and master.untyped_storage().size() > 0
+
+
+def _written(chunk: Chunk, bucket: Bucket, rank: int) -> Sequence[nn.Parameter]:
+    """Whole parameters: all of them, or with the layer-wise optimizer those of this rank."""
+    owners: Sequence[Sequence[nn.Parameter]] | None = getattr(bucket, "layerwise_params_list", None)
+    return owners[rank] if chunk.layer_wise and owners is not None else bucket.params_list

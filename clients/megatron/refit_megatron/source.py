@@ -1,0 +1,179 @@
+"""`MegatronSource`: one trainer rank of Megatron-Core as a `refitd.source.base.WeightSource`.
+
+Ties together where the weights are (`inventory`), whether they are there and gathered (`readiness`) and the proof
+(`evidence`). It knows nothing of daemons, versions or fences, and does not import Megatron.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from refit_megatron import evidence as proof
+from refit_megatron import inventory as stock
+from refit_megatron import readiness
+from refit_megatron.staleness import Snapshot
+from refit_megatron.surface import Chunk, this_rank, unwrap, world_size
+from refitd.copy.runs import Buffer
+from refitd.domain.errors import Invalid, ReplicasDiffer
+from refitd.domain.layout import Layout
+from refitd.domain.version import Evidence, GatherNeed
+from refitd.names.families import family_named
+
+
+class MegatronSource:
+    """The weights of this rank's model chunks, under Hugging Face names.
+
+    Make one on every trainer rank, publish through it after `optimizer.step()`.
+
+    Args:
+        model: The model chunk, or all chunks of this rank (a list, as `get_model` gives it): Megatron-Core's
+            DistributedDataParallel around a GPTModel, or a GPTModel itself.
+        optimizer: What `get_megatron_optimizer` gave; without it nothing can be compared (evidence FLAGS at most).
+        family: "llama", "qwen2" or "qwen3".
+        vocab_size: Rows of the Hugging Face vocabulary; the padded rows beyond are not published.
+        measure_stale: Count at each gather what would have been stale; costs a copy of the weights. See `stale_share`.
+
+    Raises:
+        Unsupported: no names for the family.
+        Invalid: no model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Any = None,
+        *,
+        family: str = "qwen3",
+        vocab_size: int,
+        measure_stale: bool = False,
+    ) -> None:
+        self._models = [model] if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList) else [*model]
+        if not self._models:
+            raise Invalid("no model chunk was given", advice="pass the DDP-wrapped model, or the list of chunks")
+        self._optimizer = optimizer
+        self._family = family_named(family)
+        self._vocab_size = vocab_size
+        self._measure_stale = measure_stale
+        self._stale_share: float | None = None
+        self._inventory: stock.Inventory | None = None
+        self._written: torch.cuda.Event | None = None
+
+    @property
+    def collective(self) -> bool:
+        """True if there are other ranks and a gather may have been deferred."""
+        return world_size() > 1 and any(chunk.deferred for chunk in self._chunks())
+
+    def layout(self) -> Layout:
+        """This rank's boxes over the storages they live in (with the distributed optimizer: DDP's flat buffers).
+
+        Local. Described again only if a tensor moved; an equal structure gives the same object.
+
+        Raises:
+            ParamsOffloaded: as `check`.
+            Unsupported: a parameter or persistent buffer that the family does not know (named), a quantized parameter,
+                a fully sharded wrapper, or a config outside the names tables.
+            Incomplete: the family needs a tensor that no parameter holds (named).
+        """
+        return self._current().layout
+
+    def buffers(self) -> Sequence[Buffer]:
+        """The live storages, in the order of `layout().buffer_bytes`. Local; valid until the next step or move."""
+        return self._current().buffers()
+
+    def check(self) -> tuple[GatherNeed, str]:
+        """Looks at storages and bucket flags; see `refitd.source.base`. Call it on the thread that trains.
+
+        Raises:
+            ParamsOffloaded: a parameter, flat buffer or needed gradient buffer has storage size 0 (rank, buffer named).
+            Unsupported: Megatron-FSDP, an open accumulation, a parameter outside its flat buffer, MXFP8 without
+                staging.
+        """
+        chunks = self._chunks()
+        readiness.check_resident(chunks)
+        readiness.check_aliases(chunks)
+        readiness.check_between_steps(chunks, self._optimizer)
+        if (device := self._device()).type == "cuda":
+            # What this thread's stream has written; the gather may run in another thread, on another stream.
+            self._written = torch.cuda.current_stream(device).record_event()
+        return readiness.need(chunks)
+
+    def gather(self) -> None:
+        """Drains gathers in flight, stages MXFP8 masters, forces the gather of all chunks, waits for it, checks flags.
+
+        Collective over the data-parallel groups; blocks. Forward pre-hooks stay as they are, and the next forward
+        gathers nothing again.
+
+        Raises:
+            Internal: a bucket group is not gathered afterwards.
+        """
+        chunks, device = self._chunks(), self._device()
+        with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            if self._written is not None:
+                torch.cuda.current_stream(device).wait_event(self._written)
+            before = Snapshot(self._current()) if self._measure_stale else None
+            readiness.gather(chunks, self._optimizer)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).record_event().synchronize()
+            self._stale_share = before.changed_share() if before else None
+
+    def evidence(self) -> Evidence:
+        """How much is proven of this rank's bytes. Local; waits for the device.
+
+        COMPARED: every slice that this rank's optimizer writes is, bit for bit, the cast of its FP32 master, and every
+        bucket group is gathered. FLAGS: the groups are gathered, but there is no master to compare (FP32 parameters,
+        precision-aware optimizer, no optimizer given). DECLARED: nothing is deferred, and there is no master.
+
+        Raises:
+            ReplicasDiffer: a slice is not the cast of its master; tensor and rank are named.
+            Internal: a deferred group is not gathered.
+        """
+        chunks, device = self._chunks(), self._device()
+        readiness.check_gathered(chunks)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).record_event().synchronize()
+        wrapped = any(chunk.ddp is not None for chunk in chunks)
+        if wrapped and self._optimizer is not None:
+            found = proof.compare_with_masters(chunks)
+            if found.different:
+                own = found.different[0]
+                names = stock.held_names(own.chunk, self._family, self._vocab_size, own.name)
+                raise ReplicasDiffer(
+                    f"rank {this_rank()}: elements {own.start}..{own.end} of {own.name!r} ({names}) are not the "
+                    f"cast of the optimizer's FP32 master; of {found.compared} slices {len(found.different)} differ",
+
+                    advice="after loading weights call optimizer.reload_model_params(); change weights only by steps",
+                    tensor=names, rank=this_rank(),
+                )  # fmt: skip
+            if not found.unchecked:
+                return Evidence.COMPARED
+        return Evidence.FLAGS if any(chunk.deferred for chunk in chunks) else Evidence.DECLARED
+
+    def stale_share(self) -> float | None:
+        """Share (0..1) of this rank's published bytes that the last gather changed: stale if published without it.
+
+        None if nothing was gathered yet, or without `measure_stale`. Local.
+        """
+        return self._stale_share
+
+    def _chunks(self) -> list[Chunk]:
+        return [unwrap(model) for model in self._models]
+
+    def _device(self) -> torch.device:
+        return next((p.device for model in self._models for p in model.parameters()), torch.device("cpu"))
+
+    def _current(self) -> stock.Inventory:
+        chunks = self._chunks()
+        readiness.check_resident(chunks)  # a released storage has no address, and no layout
+        known = self._inventory
+        if known is not None and known.signature == stock.signature(chunks):
+            return known
+        found = stock.take(chunks, self._family, self._vocab_size)
+        if known is not None and known.layout == found.layout:
+            found = stock.Inventory(known.layout, found.storages, found.device, found.signature)
+        self._inventory = found
+        return found

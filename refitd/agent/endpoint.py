@@ -1,0 +1,272 @@
+"""The rank's own gRPC server, and the way to that of the lowest rank.
+
+`Endpoint` serves the register of `refitd.agent.confirm` on a thread with its own event loop, so that it answers while
+the trainer computes. `Confirmer` is what `refitd.agent.publish` and `refitd.agent.gather` talk to: on the lowest rank
+it calls the register directly, elsewhere over the wire. Knows nothing of the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import grpc.aio
+
+from refitd.agent.confirm import ConfirmRegister, GatherPhase, absent
+from refitd.agent.countdown import Countdown
+from refitd.domain.errors import Deadline, Internal, Problem, RefitError, Unavailable
+from refitd.rpc.channel import open_channel
+from refitd.rpc.convert import problem_from_proto, problem_to_proto
+from refitd.rpc.status import from_rpc_error, status_code, trailing_metadata
+from refitd.v1 import endpoint_pb2 as pb
+from refitd.v1 import endpoint_pb2_grpc as pb_grpc
+
+T = TypeVar("T")
+
+LOWEST_RANK = 0
+START_SECONDS = 10.0
+RETRY_SECONDS = 0.05
+# An answer must leave the lowest rank before the caller's own deadline, or the caller could not hear the verdict.
+ANSWER_SECONDS = 0.25
+
+
+class _Servicer(pb_grpc.EndpointServiceServicer):
+    def __init__(self, register: ConfirmRegister) -> None:
+        self._register = register
+
+    async def Confirm(  # noqa: N802
+        self, request: pb.ConfirmRequest, context: grpc.aio.ServicerContext[pb.ConfirmRequest, pb.ConfirmResponse]
+    ) -> pb.ConfirmResponse:
+        try:
+            if request.HasField("refusal"):
+                problem = self._register.refuse(
+                    request.run_id, request.rank, request.confirm_key, request.vote_id,
+                    problem_from_proto(request.refusal),
+                )  # fmt: skip
+            else:
+                seconds = context.time_remaining() or 0.0
+                deadline = time.monotonic() + seconds - min(ANSWER_SECONDS, seconds / 4)
+                problem = await self._register.confirm(request.run_id, request.rank, request.confirm_key, deadline)
+        except RefitError as error:
+            await _abort(context, error)
+        if problem is None:
+            return pb.ConfirmResponse(confirmed=True)
+        return pb.ConfirmResponse(problem=problem_to_proto(problem))
+
+    async def ReportPhase(  # noqa: N802
+        self,
+        request: pb.ReportPhaseRequest,
+        context: grpc.aio.ServicerContext[pb.ReportPhaseRequest, pb.ReportPhaseResponse],
+    ) -> pb.ReportPhaseResponse:
+        try:
+            phases = self._register.report(
+                request.run_id, request.rank, request.confirm_key, GatherPhase(request.phase)
+            )
+        except RefitError as error:
+            await _abort(context, error)
+        return pb.ReportPhaseResponse(phases=[pb.GatherPhase.ValueType(phase) for phase in phases])
+
+
+async def _abort(context: Any, error: RefitError) -> NoReturn:
+    await context.abort(status_code(error), error.message, trailing_metadata(error))
+    raise Internal("abort returned")
+
+
+class Endpoint:
+    """A grpc.aio server on an ephemeral port with a thread and event loop of its own. Open it on the lowest rank only.
+
+    Args:
+        host: Address to bind and to announce; others must be able to reach it.
+    """
+
+    def __init__(self, register: ConfirmRegister, host: str) -> None:
+        self._register = register
+        self._host = host
+        self._loop = asyncio.new_event_loop()
+        self._started = threading.Event()
+        self._stop: asyncio.Event | None = None
+        self._failure: BaseException | None = None
+        self._port = 0
+        self._thread = threading.Thread(target=self._run, name="refitd-endpoint", daemon=True)
+        self._thread.start()
+        if not self._started.wait(START_SECONDS) or self._failure or not self._port:
+            self.close()
+            raise Unavailable(
+                f"no endpoint could be opened on {host} ({self._failure or 'port refused'})",
+                advice="pass advertise_host: an address of this host that the other ranks can reach",
+            )
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+
+    def call(self, work: Coroutine[Any, Any, T], *, seconds: float) -> T:
+        """Runs a coroutine on the endpoint's loop and waits at most `seconds`. Raises TimeoutError."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(seconds)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def soon(self, work: Callable[..., None], *args: object) -> None:
+        """Calls a function on the endpoint's loop, without waiting."""
+        self._loop.call_soon_threadsafe(work, *args)
+
+    def close(self) -> None:
+        """Stops the server and joins its thread."""
+        if self._thread.is_alive() and self._stop is not None:
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(START_SECONDS)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception as error:  # told to the opener, which waits for it
+            self._failure = error
+        finally:
+            self._started.set()
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        pb_grpc.add_EndpointServiceServicer_to_server(_Servicer(self._register), server)
+        bind = f"[{self._host}]:0" if ":" in self._host else f"{self._host}:0"
+        self._port = server.add_insecure_port(bind)
+        await server.start()
+        self._started.set()
+        try:
+            await self._stop.wait()
+        finally:
+            self._register.pauses.stop()
+            await server.stop(0)
+
+
+class Confirmer:
+    """One rank's side of confirmation. Methods block up to their deadline; called from the publishing thread.
+
+    Args:
+        endpoint: This rank's own; given on the lowest rank only.
+    """
+
+    def __init__(self, run_id: str, rank: int, *, endpoint: Endpoint | None, register: ConfirmRegister | None) -> None:
+        self._run_id = run_id
+        self._rank = rank
+        self._endpoint = endpoint
+        self._register = register
+        self._channel: tuple[str, grpc.Channel] | None = None
+
+    def announce(self, vote_id: str) -> None:
+        """To be called before the vote."""
+        if self._endpoint and self._register:
+            self._endpoint.soon(self._register.announce, vote_id)
+
+    def learn(self, address: str, key: str, vote_ids: tuple[str, ...]) -> None:
+        """To be called with what the daemon answered to the vote."""
+        if self._endpoint and self._register:
+            self._endpoint.soon(self._register.learn, key, vote_ids)
+        elif self._channel is None or self._channel[0] != address:
+            if self._channel is not None:
+                self._channel[1].close()
+            self._channel = (address, open_channel(address))
+
+    def finish(self) -> None:
+        """To be called when the publish is over."""
+        if self._endpoint and self._register:
+            self._endpoint.soon(self._register.finish)
+
+    def confirm(self, key: str, vote_id: str, countdown: Countdown) -> None:
+        """Blocks until all ranks confirmed.
+
+        Raises the verdict's error, the same on all ranks, if they did not; nothing may be gathered then.
+        """
+        problem = self._ask(key, vote_id, None, countdown)
+        if problem is not None:
+            raise problem.to_error()
+
+    def refuse(self, vote_id: str, problem: Problem, countdown: Countdown, *, key: str = "") -> Problem:
+        """Tells the others that this rank does not go on.
+
+        Returns the verdict's problem, or the given one if nobody could be told (the others then find this rank absent).
+        """
+        try:
+            return self._ask(key, vote_id, problem, countdown) or problem
+        except RefitError:
+            return problem
+
+    def report(self, key: str, phase: GatherPhase, timeout: timedelta) -> tuple[GatherPhase, ...] | None:
+        """Says how far this rank is in the gather. Returns all ranks' phases; None if the register was not reached."""
+        seconds = timeout.total_seconds()
+        if self._endpoint and self._register:
+            return self._endpoint.call(self._report_here(key, phase), seconds=seconds)
+        if self._channel is None:
+            return None
+        request = pb.ReportPhaseRequest(
+            run_id=self._run_id, confirm_key=key, rank=self._rank, phase=pb.GatherPhase.ValueType(phase)
+        )
+        try:
+            reply = pb_grpc.EndpointServiceStub(self._channel[1]).ReportPhase(request, timeout=seconds)
+        except grpc.RpcError:
+            return None
+        return tuple(GatherPhase(value) for value in reply.phases)
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel[1].close()
+            self._channel = None
+
+    def _ask(self, key: str, vote_id: str, refusal: Problem | None, countdown: Countdown) -> Problem | None:
+        if self._endpoint and self._register:
+            try:
+                # The register ends by itself at the deadline; the extra second is for a busy loop.
+                return self._endpoint.call(
+                    self._ask_here(key, vote_id, refusal, countdown), seconds=countdown.seconds + 1.0
+                )
+            except TimeoutError:
+                raise _unheard(self._rank) from None
+        if self._channel is None:
+            raise _unheard(LOWEST_RANK)
+        return self._ask_there(key, vote_id, refusal, countdown)
+
+    async def _ask_here(self, key: str, vote_id: str, refusal: Problem | None, countdown: Countdown) -> Problem | None:
+        assert self._register is not None
+        if refusal is not None:
+            return self._register.refuse(self._run_id, self._rank, key, vote_id, refusal)
+        return await self._register.confirm(self._run_id, self._rank, key, countdown.end)
+
+    async def _report_here(self, key: str, phase: GatherPhase) -> tuple[GatherPhase, ...]:
+        assert self._register is not None
+        return self._register.report(self._run_id, self._rank, key, phase)
+
+    def _ask_there(self, key: str, vote_id: str, refusal: Problem | None, countdown: Countdown) -> Problem | None:
+        assert self._channel is not None
+        address, channel = self._channel
+        request = pb.ConfirmRequest(run_id=self._run_id, confirm_key=key, vote_id=vote_id, rank=self._rank)
+        if refusal is not None:
+            request.refusal.CopyFrom(problem_to_proto(refusal))
+        stub = pb_grpc.EndpointServiceStub(channel)
+        while not countdown.over:
+            try:
+                reply = stub.Confirm(request, timeout=countdown.seconds)
+            except grpc.RpcError as failure:
+                error = from_rpc_error(failure, server=address, method="Confirm")
+                if isinstance(error, Deadline):
+                    break
+                if not isinstance(error, Unavailable):
+                    raise error from None
+                time.sleep(min(RETRY_SECONDS, countdown.seconds))
+                continue
+            return None if reply.confirmed else problem_from_proto(reply.problem)
+        raise _unheard(LOWEST_RANK)
+
+
+def _unheard(rank: int) -> RefitError:
+    return absent([rank]).to_error()

@@ -1,0 +1,20 @@
+"""Which version a replica should serve, and how far it is behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+
+def target_version(replica: str, pins: Mapping[str, int], newest_sealed: int) -> int:
+    """The replica's own pin, else the model's (key ""), else the newest sealed version; 0 if there is none.
+
+    `replica` is "" for agents that are no replica: they follow the model's pin or the newest.
+    """
+    if replica and replica in pins:
+        return pins[replica]
+    return pins.get("", newest_sealed)
+
+
+def lag(installed: int, target: int, sealed_versions: Iterable[int]) -> int:
+    """Versions that were sealed after the installed one and up to the target; 0 if the target is not ahead."""
+    return sum(installed < version <= target for version in sealed_versions)

@@ -1,0 +1,42 @@
+"""Any `torch.nn.Module` as a source: all its parameters and persistent buffers, under their state-dict names.
+
+The names are found anew at each use, so added, removed or replaced parameters are seen; the reading itself is that of
+`refitd.source.mapping`. It knows no training framework, and refuses the modules of those that gather parameters later.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import nn
+
+from refitd.domain.errors import Invalid, Unsupported
+from refitd.source.mapping import StridedSource
+
+
+class ModuleSource(StridedSource):
+    """Parameters (tied ones under each of their names) and persistent buffers of a module, read live at each publish.
+
+    Non-persistent buffers and extra state are left out, as they are no weights of a checkpoint.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if not isinstance(module, nn.Module):
+            raise Invalid(f"a module source needs an nn.Module, not {type(module).__name__}", advice="pass the model")
+        for name, part in module.named_modules():
+            # Their parameters may be stale until the next forward, so "declared fresh" would be a lie.
+            if getattr(getattr(part, "ddp_config", None), "overlap_param_gather", False):
+                raise Unsupported(
+                    f"module {name or type(part).__name__!r} gathers its parameters later (overlap_param_gather)",
+                    advice="publish a refit_megatron.MegatronSource",
+                    tensor=name,
+                )
+        super().__init__(lambda: module_tensors(module))
+
+
+def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> live tensor of every parameter and persistent buffer, tied ones under each name. Nothing is copied."""
+    persistent = module.state_dict(keep_vars=True)
+    buffers = ((name, b) for name, b in module.named_buffers(remove_duplicate=False) if name in persistent)
+    return dict(chain(module.named_parameters(remove_duplicate=False), buffers))
