@@ -20,6 +20,7 @@ from pydantic_settings import (
     InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
 )
 
 from refitd.domain.errors import Invalid
@@ -178,13 +179,14 @@ def load_settings(config_file: Path | None = None, overrides: Mapping[str, objec
         build: Callable[..., Settings] = LoadedSettings
         return build(**_without_none(overrides or {}))
     except ValidationError as error:
-        problems = [
-            f"{'.'.join(str(part) for part in e['loc']) or 'settings'}: {_said(e['msg'])}" for e in error.errors()
-        ]
-        fields = [".".join(str(part) for part in e["loc"]) for e in error.errors()]
+        found = [(".".join(str(part) for part in e["loc"]), _said(e["msg"])) for e in error.errors()]
         raise Invalid(
-            "; ".join(problems), advice="see `refitd config schema` for all settings", field=",".join(fields)
+            "; ".join(f"{field}: {said}" if field else said for field, said in found),
+            advice="see `refitd config schema` for all settings",
+            field=",".join(field for field, _ in found),
         ) from None
+    except SettingsError as error:  # an environment variable of a section that is no JSON
+        raise Invalid(str(error), advice="nested settings are set one by one, e.g. REFITD_LOG__LEVEL=debug") from None
 
 
 def _said(message: str) -> str:

@@ -8,7 +8,7 @@ Ranks and engines export nothing: they report their timings, the daemon counts t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import grpc
@@ -25,10 +25,10 @@ COMMIT_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 TRANSFER_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 PAUSE_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
-# Phase names come from agents. Beyond so many different ones the rest is one series, so that no agent can flood the
-# time series database.
-MAX_PHASES = 32
-OTHER_PHASE = "other"
+# Phases and reasons come from agents. Beyond so many different ones the rest is one series, so that no agent can flood
+# the time series database.
+MAX_NAMES = 32
+OTHER = "other"
 
 # Go's spelling of the codes, as every gRPC dashboard and alert expects them.
 _GO_CODES = {
@@ -78,14 +78,26 @@ class Metrics:
             buckets=COMMIT_BUCKETS, registry=registry,
         )  # fmt: skip
         self._publish_seconds = Histogram(
-            "refitd_publish_duration_seconds", "Seconds per phase of a publish, one observation per rank.",
+            "refitd_publish_duration_seconds", "Seconds per phase of a publish, one observation per version.",
             ("model", "phase"), buckets=TRANSFER_BUCKETS, registry=registry,
         )  # fmt: skip
         self._published_bytes = Counter(
-            "refitd_published_bytes_total", "Bytes that ranks put into arenas.", ("model",), registry=registry
+            "refitd_published_bytes_total", "Bytes of the versions that were sealed.", ("model",), registry=registry
         )
         self._gathers = Counter(
-            "refitd_stages_total", "Stages by what was done about the gather (ran, or why not).", ("model", "gather"),
+            "refitd_gathers_skipped_total", "Ranks that staged without a gather, by the reason.", ("model", "reason"),
+            registry=registry,
+        )  # fmt: skip
+        self._decide_seconds = Histogram(
+            "refitd_prepare_duration_seconds", "Seconds from the first vote to the decision.", ("model", "decision"),
+            buckets=RPC_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._aborts = Counter(
+            "refitd_versions_aborted_total", "Versions that were prepared and never sealed.", ("model",),
+            registry=registry,
+        )  # fmt: skip
+        self._agents_ended = Counter(
+            "refitd_agents_ended_total", "Agents that ended, by the reason.", ("model", "role", "reason"),
             registry=registry,
         )  # fmt: skip
         self._install_seconds = Histogram(
@@ -107,23 +119,33 @@ class Metrics:
             "refitd_refit_latency_seconds", "Seconds from seal until a replica serves the version.", ("model",),
             buckets=TRANSFER_BUCKETS, registry=registry,
         )  # fmt: skip
-        self._phases: set[str] = set()
+        self._names: dict[str, set[str]] = {}
 
-    def staged(self, model: str, timings: Mapping[str, timedelta], num_bytes: int, gather: str) -> None:
-        """One rank has staged. `gather` is "ran" or the reason why it did not."""
+    def decided(self, model: str, decision: str, waited_seconds: float) -> None:
+        """An attempt was decided, so long after its first vote."""
+        self._decide_seconds.labels(model, decision).observe(waited_seconds)
+
+    def sealed(
+        self, model: str, timings: Mapping[str, timedelta], num_bytes: int, no_gather_reasons: Sequence[str]
+    ) -> None:
+        """A version was sealed; `no_gather_reasons` has one entry per rank that did not gather."""
         for phase, value in timings.items():
-            self._publish_seconds.labels(model, self._phase(phase)).observe(value.total_seconds())
+            self._publish_seconds.labels(model, self._bounded("publish", phase)).observe(value.total_seconds())
         self._published_bytes.labels(model).inc(num_bytes)
-        self._gathers.labels(model, self._phase(gather)).inc()
+        for reason in no_gather_reasons:
+            self._gathers.labels(model, self._bounded("gather", reason)).inc()
 
-    def installed(self, model: str, timings: Mapping[str, timedelta], num_bytes: int, transport: str) -> None:
-        """One replica serves a new version."""
+    def aborted(self, model: str) -> None:
+        self._aborts.labels(model).inc()
+
+    def installed(
+        self, model: str, timings: Mapping[str, timedelta], num_bytes: int, transport: str, pause: timedelta
+    ) -> None:
+        """A replica serves a new version; it generated nothing for `pause`."""
         self._installs.labels(model, "ok").inc()
         self._pulled_bytes.labels(model, transport).inc(num_bytes)
         for phase, value in timings.items():
-            self._install_seconds.labels(model, self._phase(phase)).observe(value.total_seconds())
-
-    def paused(self, model: str, pause: timedelta) -> None:
+            self._install_seconds.labels(model, self._bounded("install", phase)).observe(value.total_seconds())
         self._pause_seconds.labels(model).observe(pause.total_seconds())
 
     def install_failed(self, model: str, outcome: str) -> None:
@@ -131,14 +153,21 @@ class Metrics:
         self._installs.labels(model, outcome).inc()
 
     def served_after(self, model: str, seconds: float) -> None:
+        """A replica serves a version so long after its seal."""
         self._refit_seconds.labels(model).observe(max(seconds, 0.0))
 
-    def _phase(self, phase: str) -> str:
-        if phase not in self._phases:
-            if len(self._phases) >= MAX_PHASES:
-                return OTHER_PHASE
-            self._phases.add(phase)
-        return phase
+    def agent_ended(self, model: str, role: str, reason: str) -> None:
+        """`reason` is "expired" (its ttl ended, and its leases with it), "deregistered", "replaced" or "other"."""
+        self._agents_ended.labels(model, role, reason).inc()
+
+    def _bounded(self, kind: str, name: str) -> str:
+        """`name`, or OTHER once too many different ones were seen."""
+        names = self._names.setdefault(kind, set())
+        if name not in names:
+            if len(names) >= MAX_NAMES:
+                return OTHER
+            names.add(name)
+        return name
 
 
 class StatusCollector(Collector):

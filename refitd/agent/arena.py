@@ -5,9 +5,9 @@ bytes and the digests itself. The arena chooses slots, keeps the generations, an
 memory, so that it outlives this process. It knows nothing of tensors, leases or the daemon: which versions must be left
 alone is told to `begin`.
 
-One segment of `capacity + 1` slots serves all versions of a placement; a new one is made only when the layout, the kept
-set or a size changes, and an old one is dropped as soon as none of its versions is kept. Everything is reserved when the
-segment is made: afterwards no page is missing, so neither side can meet SIGBUS.
+One segment of `capacity + 1` slots serves all versions of a placement; a new one is made only when the layout, the
+kept set or a size changes, and an old one is dropped as soon as none of its versions is kept. Everything is reserved
+when the segment is made: afterwards no page is missing, so neither side can meet SIGBUS.
 
 One thread uses an arena. A forked child cannot: its calls are refused, and its copies of descriptors are closed.
 """
@@ -41,6 +41,8 @@ from refitd.transport.segment import NO_VERSION, Geometry, Mapping, SlotView, en
 
 # Memory is reserved in steps, so that signals and the deadline get their turn.
 _RESERVE_BYTES = 256 << 20
+# A slot that somebody writes is nobody else's, even if its writer was forgotten by a thread that is stuck.
+_WRITING = -2
 
 _arenas: weakref.WeakSet[HostArena] = weakref.WeakSet()
 _hooked = False
@@ -68,10 +70,10 @@ class _Segment:
     mapping: Mapping
     geometry: Geometry
     slots: list[SlotView]
-    # What each slot holds, NO_VERSION for nothing; the slots themselves say the same to readers.
+    # What each slot holds, NO_VERSION for nothing, _WRITING; the slots themselves say the same to readers.
     versions: list[int]
-    # The keeper connection that owns it; 0: none.
-    put_over: int = 0
+    # The keeper connection that owns it; -1: none.
+    put_over: int = -1
 
 
 class SlotWriter:
@@ -87,9 +89,10 @@ class SlotWriter:
         self._where = (host, keeper)
         self._view = segment.slots[slot]
         self._open = True
+        self._pid = os.getpid()
         self.payload: Buffer = self._view.payload
         self.digests: NDArray[np.uint64] = self._view.digests
-        segment.versions[slot] = NO_VERSION
+        segment.versions[slot] = _WRITING
         self._view.begin()
 
     def finish(self) -> ArenaSlot:
@@ -103,9 +106,11 @@ class SlotWriter:
 
     def abandon(self) -> None:
         """Leaves the slot empty. Harmless after `finish` and when repeated."""
-        if self._open:
+        # A child that was forked in between has no such memory.
+        if self._open and os.getpid() == self._pid:
             self._open = False
             self._view.clear()
+            self._segment.versions[self._slot] = NO_VERSION
 
     def __enter__(self) -> SlotWriter:
         return self
@@ -145,7 +150,7 @@ class HostArena:
     @property
     def versions(self) -> tuple[int, ...]:
         """Versions whose bytes are in some slot, ascending."""
-        return tuple(sorted(v for segment in self._segments for v in segment.versions if v != NO_VERSION))
+        return tuple(sorted(v for segment in self._segments for v in segment.versions if v >= 0))
 
     def open_or_create(
         self, packed: Layout, layout_hash: str, kept: Sequence[bool], kept_versions: Collection[int], timeout: timedelta
@@ -190,11 +195,16 @@ class HostArena:
         self._keep(end)
         current = self._segments[-1]
         self._drop_unkept(kept_versions, end, spare=current)
-        free = [slot for slot, held in enumerate(current.versions) if held not in kept_versions or held == version]
+        free = [
+            slot
+            for slot, held in enumerate(current.versions)
+            if held == version or (held != _WRITING and held not in kept_versions)
+        ]
         if not free:
+            held_text = ", ".join("being written" if held < 0 else str(held) for held in sorted(current.versions))
             raise NoRoom(
-                f"rank {self._rank} has no slot for version {version} of {self._model!r}: all {self._slot_count} hold kept "
-                f"versions ({', '.join(map(str, sorted(current.versions)))})",
+                f"rank {self._rank} has no slot for version {version} of {self._model!r}: all {self._slot_count} hold "
+                f"kept versions ({held_text})",
                 advice="release leases or pins, or raise the capacity", rank=self._rank, model=self._model,
             )  # fmt: skip
         # An abandoned slot first, else the oldest version: whoever still reads without a lease loses the least.
@@ -214,7 +224,7 @@ class HostArena:
             self.leave()
 
     def leave(self) -> None:
-        """Gives up ownership, but not the bytes: the keeper keeps them for the linger time and while readers hold them."""
+        """Gives up ownership, not the bytes: the keeper keeps them for the linger time and while readers hold them."""
         self._check_process()
         for segment in self._segments:
             segment.memfd.close()
@@ -228,7 +238,8 @@ class HostArena:
         if num_bytes > room:
             raise self._no_room(num_bytes, f"{room} are available to this process")
         # Owned from here on: whatever fails below gives the memory back.
-        memfd = _Memfd(os.memfd_create("refitd.arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        name = self._name()
+        memfd = _Memfd(os.memfd_create(f"refitd.{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         self._reserve(memfd.number, num_bytes, end)
         mapping = Mapping(memfd.number, num_bytes, writable=True)
         header = np.frombuffer(encode_header(geometry), np.uint8)
@@ -242,7 +253,7 @@ class HostArena:
             raise Unsupported(
                 f"the kernel cannot seal an arena: {error}", advice="Linux 5.1 or newer is needed", rank=self._rank
             ) from error
-        return _Segment(self._name(), memfd, mapping, geometry, slots, [NO_VERSION] * geometry.slot_count)
+        return _Segment(name, memfd, mapping, geometry, slots, [NO_VERSION] * geometry.slot_count)
 
     def _reserve(self, memfd: int, num_bytes: int, end: float) -> None:
         try:
@@ -278,11 +289,11 @@ class HostArena:
         return f"{safe}.r{self._rank}.{os.getpid()}.{secrets.token_hex(8)}"
 
     def _keep(self, end: float) -> None:
-        """Sees to it that a living keeper has every segment: a new one, and all after a lost connection or a dead keeper."""
+        """A living keeper has every segment afterwards: new ones, and all after a lost connection or a dead keeper."""
         for _ in range(4):
             if not self._client.connected():
                 for segment in self._segments:
-                    segment.put_over = 0
+                    segment.put_over = -1
             missing = [segment for segment in self._segments if segment.put_over != self._client.connections]
             if not missing:
                 return
@@ -297,7 +308,7 @@ class HostArena:
 
     def _drop_unkept(self, kept_versions: Collection[int], end: float, spare: _Segment | None) -> None:
         for segment in list(self._segments):
-            if segment is not spare and not any(v in kept_versions for v in segment.versions if v != NO_VERSION):
+            if segment is not spare and not any(v == _WRITING or v in kept_versions for v in segment.versions):
                 self._drop(segment, end)
 
     def _drop(self, segment: _Segment, end: float) -> None:

@@ -154,14 +154,24 @@ class Confirmer:
     """One rank's side of confirmation. Methods block up to their deadline; called from the publishing thread.
 
     Args:
-        endpoint: This rank's own; given on the lowest rank only.
+        endpoint, register: This rank's own; given on the lowest rank only.
+        find: Where the lowest rank listens, as far as it is known without the daemon; "" if it is not.
     """
 
-    def __init__(self, run_id: str, rank: int, *, endpoint: Endpoint | None, register: ConfirmRegister | None) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        rank: int,
+        *,
+        endpoint: Endpoint | None,
+        register: ConfirmRegister | None,
+        find: Callable[[], str] = lambda: "",
+    ) -> None:
         self._run_id = run_id
         self._rank = rank
         self._endpoint = endpoint
         self._register = register
+        self._find = find
         self._channel: tuple[str, grpc.Channel] | None = None
 
     def announce(self, vote_id: str) -> None:
@@ -173,10 +183,8 @@ class Confirmer:
         """To be called with what the daemon answered to the vote."""
         if self._endpoint and self._register:
             self._endpoint.soon(self._register.learn, key, vote_ids)
-        elif self._channel is None or self._channel[0] != address:
-            if self._channel is not None:
-                self._channel[1].close()
-            self._channel = (address, open_channel(address))
+        elif address:
+            self._dial(address)
 
     def finish(self) -> None:
         """To be called when the publish is over."""
@@ -223,6 +231,11 @@ class Confirmer:
             self._channel[1].close()
             self._channel = None
 
+    def _dial(self, address: str) -> None:
+        if self._channel is None or self._channel[0] != address:
+            self.close()
+            self._channel = (address, open_channel(address))
+
     def _ask(self, key: str, vote_id: str, refusal: Problem | None, countdown: Countdown) -> Problem | None:
         if self._endpoint and self._register:
             try:
@@ -232,6 +245,8 @@ class Confirmer:
                 )
             except TimeoutError:
                 raise _unheard(self._rank) from None
+        if self._channel is None and (address := self._find()):
+            self._dial(address)
         if self._channel is None:
             raise _unheard(LOWEST_RANK)
         return self._ask_there(key, vote_id, refusal, countdown)

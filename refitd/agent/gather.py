@@ -51,8 +51,8 @@ def run_gather(source: WeightSource, *, rank: int, countdown: Countdown, report:
         poison: Set when the gather does not return; its thread is left behind (a daemon thread).
 
     Raises:
-        CollectiveStuck: Not back at the deadline. Ranks that reported neither the end nor being stuck are named; only the
-            lowest one, if it could not be reached.
+        CollectiveStuck: Not back at the deadline. Ranks that reported neither the end nor being stuck are named; only
+            the lowest one, if it could not be reached.
         Exception: Whatever the gather raised.
     """
     # A tenth of the time is kept for finding out who is missing, so that the call still ends in time.
@@ -110,7 +110,7 @@ def _worker_context() -> Callable[[], ExitStack]:
     """What the worker thread must enter: grad mode, CUDA device and stream are thread-local in torch."""
     import torch
 
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     stream = torch.cuda.current_stream() if cuda else None
 
     def enter() -> ExitStack:

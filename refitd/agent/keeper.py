@@ -29,7 +29,7 @@ import time
 from refitd.transport import keeper_wire as wire
 
 EXIT_NAME_TAKEN = 17
-# The starter connects within milliseconds; on a crowded machine it may be slow, and then the keeper must still be there.
+# The starter connects within milliseconds; on a crowded machine it may be slow, and the keeper must still be there.
 _FIRST_GRACE_S = 5.0
 
 

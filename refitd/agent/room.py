@@ -12,7 +12,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """The least of the machine's available memory and the room in each control group above this process. Reads files."""
+    """The least of the machine's available memory and the room in each control group of this process. Reads files."""
     rooms = [room for room in (_machine(), *_groups()) if room is not None]
     return max(0, min(rooms)) if rooms else 1 << 62
 
@@ -36,9 +36,7 @@ def _groups() -> list[int | None]:
             continue
         # Inside a container the path may be the host's; then only the top is ours to see.
         group = top / path.lstrip("/")
-        for folder in [group, *group.parents]:
-            if folder.is_relative_to(top):
-                rooms.append(_room(folder, *names))
+        rooms += [_room(folder, *names) for folder in (group, *group.parents) if folder.is_relative_to(top)]
     return rooms
 
 

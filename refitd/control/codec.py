@@ -1,7 +1,8 @@
 """Records as JSON and back, by their declared types. No pickle: what is read is checked field by field.
 
-Carries dataclasses, str, int, float, bool, None, enums, timedelta (whole microseconds), tuple[T, ...], Mapping[str, T], and
-unions of one type with None or of several dataclasses (tagged with their names). A missing field takes its default, an
+Carries dataclasses, str, int, float, bool, None, enums, timedelta (whole microseconds), tuple[T, ...], Mapping[str,
+T], and unions of one type with None or of several dataclasses (tagged with their names). A missing field takes its
+default, an
 unknown one is refused: it was written by a newer refitd, and dropping it could lose a promise.
 """
 

@@ -257,7 +257,9 @@ class WatchRequest:
 
 @dataclass(frozen=True)
 class RegisterRequest:
-    """Exactly one of `trainer` and `engine` fits the role; an observer has neither. `ttl` None: the daemon's default."""
+    """Exactly one of `trainer` and `engine` fits the role; an observer has neither. `ttl` None: the daemon's
+    default.
+    """
 
     model: str
     role: Role

@@ -1,7 +1,7 @@
 """The way to the store: transactions go in, in order; answers and events come out only once they are durable.
 
-A failed commit is final. Memory then holds what the store does not, so nothing may be answered any more: `on_fatal` must
-end the process.
+A failed commit is final. Memory then holds what the store does not, so nothing may be answered any more: `on_fatal`
+must end the process.
 """
 
 from __future__ import annotations
@@ -99,5 +99,6 @@ class Journal:
 
     def _refusal(self) -> Unavailable:
         return Unavailable(
-            f"the daemon lost its store: {self._failed}", advice="it must be restarted; whether the call took effect is unknown"
+            f"the daemon lost its store: {self._failed}",
+            advice="it must be restarted; whether the call took effect is unknown",
         )

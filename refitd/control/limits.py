@@ -1,4 +1,6 @@
-"""Size and count limits of the control plane. Crossing one is a LIMIT error that names it; nothing is dropped silently."""
+"""Size and count limits of the control plane. Crossing one is a LIMIT error that names it; nothing is dropped
+silently.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class ModelState:
         current = self.record.current
         if current is None or current.run != run:
             raise StaleRun(
-                f"run {run} of model {self.name!r} does not publish: the current run is {current.run if current else 'none'}",
+                f"run {run} of model {self.name!r} does not publish; the current one is {current.run if current else 'none'}",
                 advice="stop this trainer; a newer one has taken over",
                 model=self.name, run=run, current_run=current.run if current else None,
             )  # fmt: skip
@@ -90,7 +90,9 @@ class ModelState:
 
 
 class State:
-    """All models, agents, leases and layouts. `agents` are the live ones, `ended` those kept for status, oldest first."""
+    """All models, agents, leases and layouts. `agents` are the live ones, `ended` those kept for status, oldest
+    first.
+    """
 
     def __init__(self) -> None:
         self.models: dict[str, ModelState] = {}
@@ -150,7 +152,9 @@ class State:
 
 
 class Transaction:
-    """Changes `state` and collects the writes and events of one command. `first_revision` is that of its first event."""
+    """Changes `state` and collects the writes and events of one command. `first_revision` is that of its first
+    event.
+    """
 
     def __init__(self, state: State, first_revision: int) -> None:
         self.state = state
@@ -173,6 +177,11 @@ class Transaction:
         model.record = record
         self._set(key("model", record.model), record)
         return model
+
+    def drop_model(self, record: ModelRecord) -> None:
+        """Of a model without versions, attempts and pins."""
+        del self.state.models[record.model]
+        self._drop(key("model", record.model))
 
     def put_version(self, record: VersionRecord) -> None:
         name, number = record.version.model, record.version.version

@@ -41,8 +41,8 @@ class Stepped:
 class Published:
     """One rank's publish() returned.
 
-    `stale_share` is the share of this rank's parameter bytes that the gather changed: what an export without it would have
-    got wrong. `phases` are seconds. `num_bytes` is what this rank keeps in its arena.
+    `stale_share` is the share of this rank's parameter bytes that the gather changed: what an export without it would
+    have got wrong. `phases` are seconds. `num_bytes` is what this rank keeps in its arena.
     """
 
     rank: int

@@ -32,8 +32,10 @@ class StoredEvent:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """An accepted commit. `durable` yields the revision once it is on disk, or raises `Unavailable` if it never will be;
-    after such a failure the store takes nothing more and the process must exit: what is in memory is not what is stored."""
+    """An accepted commit. `durable` yields the revision once it is on disk, or raises `Unavailable` if it never will
+    be;
+    after such a failure the store takes nothing more and the process must exit: what is in memory is not what is
+    stored."""
 
     revision: int
     durable: Future[int]
@@ -63,13 +65,15 @@ class Store(Protocol):
     def commit(self, writes: Sequence[Write], events: Sequence[bytes] = ()) -> Commit:
         """Accepts writes and events as one atomic change; returns at once.
 
-        The revision grows by the number of events, at least by one: event i of n gets revision `Commit.revision - n + 1 + i`,
-        so a watcher can resume between two events of one change.
+        The revision grows by the number of events, at least by one: event i of n gets revision `Commit.revision - n +
+        1 + i`, so a watcher can resume between two events of one change.
         """
         ...
 
     def events(self, from_revision: int, limit: int = 1000) -> list[StoredEvent]:
-        """The next `limit` events at or after `from_revision`. Raises `RevisionCompacted` if some are no longer kept."""
+        """The next `limit` events at or after `from_revision`. Raises `RevisionCompacted` if some are no longer
+        kept.
+        """
         ...
 
     def compact(self, keep: int) -> Future[int]:
@@ -87,7 +91,9 @@ def check_from_revision(from_revision: int, compacted: int, revision: int) -> No
     if from_revision <= compacted:
         message = f"events up to revision {compacted} are no longer kept; {from_revision} was asked for"
     elif from_revision > revision + 1:
-        message = f"the store is at revision {revision}; {from_revision} lies ahead of it, so its state is not the one seen"
+        message = (
+            f"the store is at revision {revision}; {from_revision} lies ahead of it, so its state is not the one seen"
+        )
     else:
         return
     raise RevisionCompacted(

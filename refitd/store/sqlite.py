@@ -1,6 +1,7 @@
 """The daemon's state in one SQLite file: WAL, synchronous=FULL, one writer thread, group commit.
 
-Commits that arrive while a transaction runs share the next one, so concurrent commands cost one fsync together. A failed
+Commits that arrive while a transaction runs share the next one, so concurrent commands cost one fsync together. A
+failed
 commit is final: nothing more is taken. A lock file beside the database keeps a second daemon out.
 """
 
@@ -190,7 +191,9 @@ class SqliteStore:
         return results
 
     def _drop_events(self, keep: int) -> int:
-        row = self._writer.execute("SELECT revision FROM log ORDER BY revision DESC LIMIT 1 OFFSET ?", (keep,)).fetchone()
+        row = self._writer.execute(
+            "SELECT revision FROM log ORDER BY revision DESC LIMIT 1 OFFSET ?", (keep,)
+        ).fetchone()
         if row is not None:
             self._writer.execute("DELETE FROM log WHERE revision <= ?", row)
             self._compacted = int(row[0])
@@ -206,7 +209,7 @@ class SqliteStore:
         for pending in lost:
             unknown = Unavailable(
                 f"the store could not commit revision {pending.revision}: {error}",
-                advice="free disk space or repair the disk, then restart the daemon; the command may or may not have taken effect",
+                advice="repair the disk, then restart the daemon; whether the command took effect is unknown",
             )
             pending.durable.set_exception(unknown)
 

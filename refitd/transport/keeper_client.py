@@ -1,8 +1,8 @@
 """The client's side of a keeper, and the identity of a host.
 
-`refitd.agent.arena` puts and drops arenas, `refitd.transport.shm` opens them. A client has one connection; to the keeper
-the connection is the owner of what was put over it. It is made on first use and is private to the process: a forked
-child closes its copy, so that what the keeper sees never depends on a checkpoint writer that was forked off.
+`refitd.agent.arena` puts and drops arenas, `refitd.transport.shm` opens them. A client has one connection; to the
+keeper the connection is the owner of what was put over it. It is made on first use and is private to the process: a
+forked child closes its copy, so that what the keeper sees never depends on a checkpoint writer that was forked off.
 
 Every call blocks up to its `timeout` and ends in a typed error that names the keeper and its pid, also when the keeper
 is stopped. Calls are serialised by a lock; threads may share a client.
@@ -129,8 +129,10 @@ class KeeperClient:
         with self._lock:
             if self._socket is None:
                 return False
+            # With a timeout set, Python would wait for it in spite of MSG_DONTWAIT.
+            self._socket.setblocking(False)
             try:
-                return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+                return self._socket.recv(1, socket.MSG_PEEK) != b""
             except BlockingIOError:
                 return True
             except OSError:
@@ -162,10 +164,11 @@ class KeeperClient:
                 try:
                     reply, received = self._exchange(connection, verb, end, arena, linger_s, after, fd)
                     break
+                except TimeoutError:
+                    # The connection stays: closing it would orphan what it owns, and a stopped keeper may go on.
+                    raise self._late(verb) from None
                 except OSError as error:
                     self._disconnect()
-                    if isinstance(error, TimeoutError):
-                        raise self._late(verb) from None
                     if fresh or attempt == 2:
                         raise self._gone(f"the connection broke during {verb}: {error}") from error
         finally:

@@ -1,7 +1,7 @@
 """What a keeper and its clients say to each other: one JSON message per packet, at most one file descriptor beside it.
 
-Standard library only, because the keeper imports this and must stay small. Called by `refitd.agent.keeper` (the process)
-and `refitd.transport.keeper_client`. Knows nothing of segments: to a keeper an arena is a name and a sealed memfd.
+Standard library only, because the keeper imports this and must stay small. Called by `refitd.agent.keeper` (the
+process) and `refitd.transport.keeper_client`. Knows nothing of segments: to a keeper an arena is a name and a memfd.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """`refusal` is "" on success, else "absent" or "refused" with the reason in `text`. `open` sends the memfd along."""
+    """`refusal` is "" on success, else "absent" or "refused", the reason in `text`. `open` sends the memfd along."""
 
     number: int
     refusal: str = ""
@@ -63,7 +63,7 @@ class BadMessage(ValueError):
 
 
 def address(name: str, uid: int) -> bytes:
-    """Abstract socket address of the keeper `name` of a user: no file, gone with the process, one per network namespace."""
+    """Abstract socket address of a user's keeper: no file, gone with the process, one per network namespace."""
     return b"\0" + f"refitd.keeper.{PROTOCOL}.{uid}.{name}".encode()
 
 
@@ -109,7 +109,7 @@ def send(connection: socket.socket, message: Request | Reply, fd: int | None = N
 
 
 def receive(connection: socket.socket) -> tuple[bytes, int | None]:
-    """One packet and the descriptor that came with it (close-on-exec, the caller's to close); b"" when the peer is gone.
+    """One packet and the descriptor that came with it (close-on-exec, the caller's to close); b"": the peer is gone.
 
     Blocks as the socket does. Raises OSError, `BadMessage` for a truncated packet or several descriptors.
     """

@@ -225,8 +225,3 @@ def mark_closed(mapping: Mapping) -> None:
 def is_closed(mapping: Mapping) -> bool:
     closed: NDArray[np.uint8] = np.asarray(mapping)
     return bool(closed[_CLOSED_AT])
-
-
-def header_page(mapping: Mapping) -> bytes:
-    data: NDArray[np.uint8] = np.asarray(mapping)
-    return data[:PAGE_BYTES].tobytes()

@@ -15,8 +15,8 @@ from refitd.transport.base import Transport
 def select(transports: Sequence[Transport], slots: Mapping[int, ArenaSlot]) -> tuple[Transport, str]:
     """The first transport, best first, that reaches the slots of all ranks, and the reason in words.
 
-    Blocks as `Transport.reaches` does. Raises `VersionUnavailable` naming for each transport the first rank that it does
-    not reach, and why; `Invalid` without transports.
+    Blocks as `Transport.reaches` does. Raises `VersionUnavailable` naming for each transport the first rank that it
+    does not reach, and why; `Invalid` without transports.
     """
     if not transports:
         raise Invalid("no transport was given", advice="pass at least one, e.g. ShmTransport()")

@@ -1,8 +1,8 @@
 """Reads shares of this host's arenas in place, through shared memory.
 
-Opened by `refitd.agent.pull`. A mapping is read-only and kept until the arena is gone; opening a share of a mapped arena
-is a few comparisons and asks nobody. The transport never starts a keeper and knows nothing of layouts: what the bytes
-mean, and that they are right, is the caller's business (digests), as is the lease that keeps the slot from being reused.
+Used by `refitd.agent.pull`. A mapping is read-only and kept until the arena is gone; opening a share of a mapped
+arena is a few comparisons and asks nobody. The transport never starts a keeper and knows nothing of layouts: what the
+bytes mean, and that they are right, is the caller's business (digests), as is the lease that keeps the slot.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refitd.copy.runs import Buffer
-from refitd.domain.errors import RefitError, VersionUnavailable
+from refitd.domain.errors import NoRoom, RefitError, Unavailable, VersionUnavailable
 from refitd.domain.version import ArenaSlot
 from refitd.transport import keeper_wire as wire
 from refitd.transport.keeper_client import KeeperClient, why_other_host
-from refitd.transport.segment import Geometry, Mapping, SlotView, decode_header, header_page, is_closed
+from refitd.transport.segment import Geometry, Mapping, SlotView, decode_header, is_closed
 
 
 class _Attached:
@@ -76,7 +76,7 @@ class ShmShare:
 
 
 class ShmTransport:
-    """Threads may share it. `timeout` bounds each exchange with a keeper, of which the first opening of an arena has one."""
+    """Threads may share it. `timeout` bounds each exchange with a keeper; mapping an arena takes one or two."""
 
     name = "shm"
 
@@ -102,8 +102,8 @@ class ShmTransport:
     def open(self, slot: ArenaSlot, version: int) -> ShmShare:
         """Blocks up to the timeout the first time an arena is seen.
 
-        Raises `VersionUnavailable`: another host, no keeper, no such arena, a corrupt segment, or the slot holds something
-        else. `Deadline` if the keeper does not answer.
+        Raises `VersionUnavailable`: another host, no keeper, no such arena, a corrupt segment, or the slot holds
+        something else. `Deadline` if the keeper does not answer.
         """
         other = why_other_host(slot.host)
         if other is not None:
@@ -112,7 +112,7 @@ class ShmTransport:
             try:
                 attached = self._attach(slot)
                 view = SlotView(attached.mapping, attached.geometry, slot.slot)
-            except VersionUnavailable as error:
+            except (VersionUnavailable, Unavailable, NoRoom) as error:
                 raise _unavailable(slot, version, error.message) from error
             problem = view.mismatch(slot.generation, version)
             if problem:
@@ -124,9 +124,9 @@ class ShmTransport:
         """Lets go of arenas that are of no more use, where no share is open; returns how many.
 
         Of no more use: the owner dropped it; the keeper does not have it; its owner is dead, and a younger arena of the
-        same model and rank is mapped. Runs by itself whenever a new arena is mapped; an idle agent calls it now and then,
-        because until then a mapping keeps the memory. Blocks up to the timeout per keeper; a keeper that cannot be
-        reached changes nothing.
+        same model and rank is mapped. Runs by itself whenever a new arena is mapped; an idle agent calls it now and
+        then, because until then a mapping keeps the memory. Blocks up to the timeout per keeper; a keeper that cannot
+        be reached changes nothing.
         """
         with self._lock:
             before = len(self._arenas)

@@ -1,8 +1,8 @@
 """One data-parallel rank of the demo's training run: Megatron-Core, distributed optimizer, parameter gather overlapped.
 
-Run by `refitd demo` as `python -m refit_megatron.demo_trainer`, one process per rank; also a worked example of a trainer
-that publishes. Reports with the lines of `refitd.demo.events` and goes on after each version when a line comes in.
-On a host without CUDA the CPU stands in (`megatron_on_cpu`).
+Run by `refitd demo` as `python -m refit_megatron.demo_trainer`, one process per rank; also a worked example of a
+trainer that publishes. Reports with the lines of `refitd.demo.events` and goes on after each version when a line comes
+in. On a host without CUDA the CPU stands in (`megatron_on_cpu`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, TextIO
 import numpy as np
 import torch
 import torch.distributed as dist
-
 from refit_client import RefitClient
+
 from refit_megatron import MegatronSource
 from refitd.demo.events import Failed, Finished, Progressed, Published, Ready, Referenced, Stepped, emit, take_stdout
 from refitd.domain.errors import RefitError
@@ -31,7 +31,7 @@ from refitd.domain.errors import RefitError
 SEQUENCE = 64
 MICRO_BATCH = 4
 MICRO_BATCHES = 2
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
 # Small buckets, so that there are several bucket groups to gather, as in a large model.
 BUCKET_ELEMENTS = 400_000
@@ -199,7 +199,8 @@ def train_step(options: Options, trainer: Trainer, step: int) -> float:
 
         def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss = output.float().mean()
-            return loss, {"loss": loss.detach()}
+            # Megatron divides the loss by the number of micro-batches in place.
+            return loss, {"loss": loss.detach().clone()}
 
         return forward(trainer, ids, labels), loss_of
 
@@ -262,7 +263,7 @@ def run(options: Options, stream: TextIO) -> None:
             # Between the optimizer's step and the next forward: here the other ranks' shards are one step old.
             result = client.publish(source, step=step, timeout=PUBLISH_TIMEOUT)
             emit(stream, Published(
-                options.rank, result.version, step, loss, source.stale_share or 0.0, result.evidence.name.lower(),
+                options.rank, result.version, step, loss, source.stale_share() or 0.0, result.evidence.name.lower(),
                 result.digest, result.gathered, result.bytes, seconds(result.timings),
             ))  # fmt: skip
             logprobs = reference(options, trainer)

@@ -112,8 +112,9 @@ def _patch_torch_cuda() -> None:
     cuda.Stream, cuda.Event = _Stream, _Event
     cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    cuda.manual_seed = cuda.manual_seed_all = torch.manual_seed
-    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+    cuda.manual_seed = torch.manual_seed
+    # torch.manual_seed itself calls manual_seed_all.
+    for name in ("manual_seed_all", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
         setattr(cuda, name, lambda *args, **kwargs: None)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(cuda, name, lambda *args, **kwargs: 0)

@@ -1,0 +1,27 @@
+"""The client of refitd: `from refit_client import RefitClient`.
+
+Re-exports only. Importing it needs grpcio and protobuf; torch is imported when tensors are handled.
+"""
+
+from refitd.agent.async_client import AsyncRefitClient
+from refitd.agent.client import RefitClient
+from refitd.agent.outcome import Result
+from refitd.agent.reader import Weights
+from refitd.agent.subscribe import RolloutChanged, Subscription, VersionRetired, VersionSealed
+from refitd.domain.errors import RefitError
+from refitd.domain.version import Evidence, Run, Version
+
+__all__ = [
+    "AsyncRefitClient",
+    "Evidence",
+    "RefitClient",
+    "RefitError",
+    "Result",
+    "RolloutChanged",
+    "Run",
+    "Subscription",
+    "Version",
+    "VersionRetired",
+    "VersionSealed",
+    "Weights",
+]

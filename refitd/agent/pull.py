@@ -1,0 +1,391 @@
+"""Reads a sealed version into memory that the caller gives, and proves every byte that it read.
+
+Called by `refitd.agent.install`'s engines (as their `fetch`) and by `RefitClient.pull`. It is given a manifest, under a
+lease that the caller holds, and a destination layout; it knows no daemon, no engine and no framework.
+
+What is proven, in this order: the shares' digest lists add up to the sealed class roots; the bytes that were read have
+the listed digests (a fragment of which the destination wants only a part is digested to its end, without a copy); no
+slot was rewritten before the last byte was read. Placements and plans are kept between versions, so that a version of a
+known placement costs array work only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from refitd.copy.dispatch import copy_runs
+from refitd.copy.runs import Buffer, Runs
+from refitd.domain.digest import root_salt
+from refitd.domain.errors import Deadline, DigestMismatch, Internal, Invalid, VersionUnavailable
+from refitd.domain.layout import Layout, packed, whole_tensors
+from refitd.domain.placement import Placement, place, placement_id
+from refitd.domain.plan import Plan, plan, rest_plan
+from refitd.domain.version import Version
+from refitd.engine.base import Manifest, StageReport
+from refitd.transport.base import Share, Transport
+from refitd.transport.select import select
+from refitd.transport.shm import ShmTransport
+
+# A copy is cut into pieces of about this size, so that the deadline is seen in between.
+_PIECE_BYTES = 1 << 30
+_NUM_PLACEMENTS = 4
+_NUM_PLANS = 16
+
+_Kept = TypeVar("_Kept")
+
+
+@dataclass(frozen=True)
+class PullReport(StageReport):
+    """What a pull did. Phases: plan, open, check (lists against roots), copy, rest (what was read in part), verify."""
+
+    seconds_by_phase: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """A placement as sources: each rank's packed layout; per kept fragment of all ranks, class, rank and salt."""
+
+    placement: Placement
+    packed: tuple[Layout, ...]
+    first_fragment: tuple[int, ...]
+    fragment_class: NDArray[np.int64]
+    fragment_rank: NDArray[np.int64]
+    fragment_salt: NDArray[np.uint64]
+
+    def tensor_of(self, fragment: int) -> str:
+        rank = int(self.fragment_rank[fragment])
+        layout = self.packed[rank]
+        return layout.tensors[layout.fragments[fragment - self.first_fragment[rank]].tensor].name
+
+
+@dataclass(frozen=True)
+class _Route:
+    """How one destination is filled from one placement.
+
+    `ranks_read` supply bytes; `ranks_listed` keep a fragment of any class that is read, so that their lists are needed
+    for the root.
+    """
+
+    destination: Layout
+    sources: _Sources
+    read: NDArray[np.bool_]
+    copies: tuple[Runs, ...]
+    rests: tuple[Runs, ...]
+    num_bytes: int
+    classes: NDArray[np.int64]
+    ranks_read: tuple[int, ...]
+    ranks_listed: tuple[int, ...]
+
+
+class Puller:
+    """Pulls over `transports`, best first (None: shared memory). Threads may share it; each call is independent.
+
+    `threads` of the copy kernel; None: its own choice.
+    """
+
+    def __init__(self, transports: Sequence[Transport] | None = None, threads: int | None = None) -> None:
+        self._transports: tuple[Transport, ...] = (ShmTransport(),) if transports is None else tuple(transports)
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._sources: OrderedDict[str, _Sources] = OrderedDict()
+        self._routes: OrderedDict[tuple[str, Layout], _Route] = OrderedDict()
+        # The same object comes again and again; this spares hashing a layout of many thousand fragments.
+        self._latest: tuple[str, _Route] | None = None
+        self._wholes: OrderedDict[tuple[str, tuple[str, ...] | None], Layout] = OrderedDict()
+
+    def plan_whole(self, manifest: Manifest, names: Collection[str] | None = None) -> Layout:
+        """The destination of a plain pull: all tensors (or those of `names`, in that order) whole, in one buffer.
+
+        Raises `Invalid` naming a tensor that the version does not have, or that is named twice.
+        """
+        sources = self._sources_of(manifest)
+
+        def make() -> Layout:
+            tensors = {tensor.name: tensor for tensor in sources.placement.tensors}
+            if names is None:
+                return whole_tensors(sources.placement.tensors)
+            missing = [name for name in names if name not in tensors]
+            if missing or len(set(names)) != len(names):
+                name = missing[0] if missing else next(n for n in names if list(names).count(n) > 1)
+                raise Invalid(
+                    f"version {manifest.version.version} has {'no' if missing else 'only one'} tensor {name!r}",
+                    advice="names are the published ones; `refitd versions` lists them", tensor=name,
+                )  # fmt: skip
+            return whole_tensors(tuple(tensors[name] for name in names))
+
+        key = (sources.placement.id, None if names is None else tuple(names))
+        return self._remember(self._wholes, key, make, _NUM_PLANS)
+
+    def fetch(
+        self,
+        manifest: Manifest,
+        destination: Layout,
+        buffers: Sequence[Buffer],
+        timeout: timedelta,
+        verify: bool = True,
+    ) -> PullReport:
+        """Fills `buffers` (one per `destination.buffer_bytes`) with the version's bytes. Blocks up to about `timeout`.
+
+        After an error the buffers hold anything. `verify=False` checks neither lists nor bytes, only that no slot was
+        rewritten.
+
+        Raises:
+            Incomplete, Invalid: the destination asks for what the version does not have; nothing was read.
+            VersionUnavailable: no transport reaches a share, or it is gone; the rank is named.
+            DigestMismatch: lists or bytes are not those that were sealed; tensor, rank and version are named.
+            Deadline: naming the phase.
+        """
+        clock = _Clock(timeout, manifest.version)
+        _check_buffers(destination, buffers)
+        with clock.phase("plan"):
+            route = self._route(self._sources_of(manifest), destination)
+        if not route.ranks_listed:
+            return PullReport(0, "none", "the destination wants no bytes", clock.seconds)
+        with ExitStack() as stack:
+            with clock.phase("open"):
+                transport, reason, shares = self._open(manifest, route, verify, stack)
+            lists = np.zeros(len(route.read), np.uint64)
+            if verify:
+                with clock.phase("check"):
+                    _check_lists(manifest.version, route, shares, lists)
+            memory = [shares[r].payload if r in shares else Buffer(0, 0) for r in range(len(route.sources.packed))]
+            digests = np.zeros(len(route.read), np.uint64) if verify else None
+            with clock.phase("copy"):
+                for runs in route.copies:
+                    clock.check("copy")
+                    copy_runs(runs, memory, buffers, digests, self._threads)
+            if digests is not None:
+                with clock.phase("rest"):
+                    for runs in route.rests:
+                        clock.check("rest")
+                        copy_runs(runs, memory, None, digests, self._threads)
+            with clock.phase("verify"):
+                _validate(shares)
+                if digests is not None:
+                    _check_bytes(manifest.version, route, digests, lists)
+        return PullReport(route.num_bytes, transport.name, reason, clock.seconds)
+
+    def close(self) -> None:
+        """Closes the transports."""
+        for transport in self._transports:
+            transport.close()
+
+    def _open(
+        self, manifest: Manifest, route: _Route, verify: bool, stack: ExitStack
+    ) -> tuple[Transport, str, dict[int, Share]]:
+        ranks = route.ranks_listed if verify else route.ranks_read
+        slots = {rank: manifest.version.shares[rank].arena for rank in ranks}
+        transport, reason = select(self._transports, slots)
+        shares: dict[int, Share] = {}
+        for rank, slot in slots.items():
+            try:
+                share = stack.enter_context(transport.open(slot, manifest.version.version))
+            except VersionUnavailable as error:
+                raise VersionUnavailable(
+                    f"rank {rank}: {error.message}", advice=error.advice, **{**error.subject, "rank": rank}
+                ) from error
+            layout = route.sources.packed[rank]
+            if share.payload.num_bytes != layout.buffer_bytes[0] or len(share.digests) != len(layout.fragments):
+                raise DigestMismatch(
+                    f"rank {rank} keeps {share.payload.num_bytes} bytes in {len(share.digests)} fragments of version "
+                    f"{manifest.version.version}, not {layout.buffer_bytes[0]} in {len(layout.fragments)}",
+                    advice="publish again; the arena was filled for another placement",
+                    rank=rank, version=manifest.version.version,
+                )  # fmt: skip
+            shares[rank] = share
+        return transport, reason, shares
+
+    def _sources_of(self, manifest: Manifest) -> _Sources:
+        version = manifest.version
+        if not version.shares:
+            raise VersionUnavailable(f"version {version.version} has no shares", version=version.version)
+        if [share.rank for share in version.shares] != list(range(len(version.shares))):
+            raise Internal(f"the shares of version {version.version} are not those of ranks 0..n-1")
+        hashes = [share.layout_hash for share in version.shares]
+        key = placement_id(hashes)
+        sources = self._remember(self._sources, key, lambda: _as_sources(place(hashes, manifest.layouts), manifest), 4)
+        if (version.placement_id and version.placement_id != key) or len(version.roots) != len(
+            sources.placement.classes
+        ):
+            raise Internal(
+                f"version {version.version} has {len(version.roots)} roots of placement {version.placement_id[:12]}, "
+                f"its layouts give {len(sources.placement.classes)} classes of {key[:12]}",
+                version=version.version,
+            )
+        return sources
+
+    def _route(self, sources: _Sources, destination: Layout) -> _Route:
+        key = sources.placement.id
+        latest = self._latest
+        if latest is not None and latest[0] == key and latest[1].destination is destination:
+            return latest[1]
+        route = self._remember(self._routes, (key, destination), lambda: _as_route(sources, destination), _NUM_PLANS)
+        self._latest = (key, route)
+        return route
+
+    def _remember(self, kept: OrderedDict[_Key, _Kept], key: _Key, make: Callable[[], _Kept], most: int) -> _Kept:
+        with self._lock:
+            if key in kept:
+                kept.move_to_end(key)
+                return kept[key]
+        value = make()
+        with self._lock:
+            value = kept.setdefault(key, value)
+            while len(kept) > most:
+                kept.popitem(last=False)
+        return value
+
+
+_Key = TypeVar("_Key")
+
+
+class _Clock:
+    """The deadline of one pull, and the seconds of its phases."""
+
+    def __init__(self, timeout: timedelta, version: Version) -> None:
+        self._end = time.monotonic() + timeout.total_seconds()
+        self._version = version.version
+        self.seconds: dict[str, float] = {}
+
+    def check(self, phase: str) -> None:
+        if time.monotonic() >= self._end:
+            raise Deadline(
+                f"version {self._version} was not pulled in time; {phase} was due",
+                advice="allow more time; nothing was installed", phase=f"pull {phase}", version=self._version,
+            )  # fmt: skip
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self.check(name)
+        begun = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - begun
+
+
+def _as_sources(placement: Placement, manifest: Manifest) -> _Sources:
+    layouts: list[Layout] = []
+    classes: list[int] = []
+    salts: list[int] = []
+    for share, of_rank in zip(manifest.version.shares, placement.ranks, strict=True):
+        layout = manifest.layouts[share.layout_hash]
+        class_of = {
+            (fragment.tensor, fragment.box): number
+            for fragment, number in zip(layout.fragments, of_rank.classes, strict=True)
+        }
+        kept = packed(layout, of_rank.kept)
+        salt = [root_salt(tensor.name) for tensor in kept.tensors]
+        classes += [class_of[fragment.tensor, fragment.box] for fragment in kept.fragments]
+        salts += [salt[fragment.tensor] for fragment in kept.fragments]
+        layouts.append(kept)
+    counts = [len(layout.fragments) for layout in layouts]
+    first = tuple(int(n) for n in np.cumsum([0, *counts])[:-1])
+    return _Sources(
+        placement,
+        tuple(layouts),
+        first,
+        np.array(classes, np.int64),
+        np.repeat(np.arange(len(layouts)), counts),
+        np.array(salts, np.uint64),
+    )
+
+
+def _as_route(sources: _Sources, destination: Layout) -> _Route:
+    copied = plan(sources.packed, destination)
+    rest = rest_plan(sources.packed, copied)
+    classes = np.unique(sources.fragment_class[copied.read])
+    listed = np.unique(sources.fragment_rank[np.isin(sources.fragment_class, classes)])
+    return _Route(
+        destination,
+        sources,
+        copied.read,
+        tuple(_pieces(_by_source(copied, sources))),
+        tuple(_pieces(_by_source(rest, sources))),
+        copied.runs.total_bytes,
+        classes,
+        copied.used_sources,
+        tuple(int(rank) for rank in listed),
+    )
+
+
+def _by_source(made: Plan, sources: _Sources) -> Runs:
+    """A packed layout has one buffer, so that a run's source is the rank."""
+    if made.source_buffers != tuple((rank, 0) for rank in range(len(sources.packed))):
+        raise Internal(f"a plan over {len(sources.packed)} packed layouts numbers its buffers {made.source_buffers}")
+    return made.runs
+
+
+def _pieces(runs: Runs) -> Iterator[Runs]:
+    if not len(runs):
+        return
+    piece = np.cumsum(runs.num_bytes) // _PIECE_BYTES
+    cuts = [0, *(np.flatnonzero(np.diff(piece)) + 1).tolist(), len(runs)]
+    if len(cuts) == 2:
+        yield runs
+        return
+    for low, high in pairwise(cuts):
+        yield runs.take(np.arange(low, high))
+
+
+def _check_buffers(destination: Layout, buffers: Sequence[Buffer]) -> None:
+    got = [buffer.num_bytes for buffer in buffers]
+    if len(got) != len(destination.buffer_bytes) or any(
+        g < n for g, n in zip(got, destination.buffer_bytes, strict=True)
+    ):
+        raise Invalid(f"the destination needs buffers of {list(destination.buffer_bytes)} bytes, given are {got}")
+
+
+def _validate(shares: dict[int, Share]) -> None:
+    for rank, share in shares.items():
+        try:
+            share.validate()
+        except VersionUnavailable as error:
+            raise VersionUnavailable(
+                f"rank {rank}: {error.message}", advice=error.advice, **{**error.subject, "rank": rank}
+            ) from error
+
+
+def _check_lists(version: Version, route: _Route, shares: dict[int, Share], lists: NDArray[np.uint64]) -> None:
+    """Copies the shares' lists to `lists` (the writer's memory may change) and checks them against the sealed roots."""
+    sources = route.sources
+    for rank, share in shares.items():
+        first = sources.first_fragment[rank]
+        lists[first : first + len(share.digests)] = share.digests
+    roots = np.zeros(len(sources.placement.classes), np.uint64)
+    np.add.at(roots, sources.fragment_class, sources.fragment_salt * lists)
+    sealed = np.array(version.roots, np.uint64)
+    wrong = route.classes[roots[route.classes] != sealed[route.classes]]
+    if len(wrong):
+        # If a slot was rewritten meanwhile that is the cause, and retrying helps.
+        _validate(shares)
+        keep = np.unique(sources.fragment_rank[sources.fragment_class == wrong[0]])
+        names = sorted({sources.tensor_of(int(f)) for f in np.flatnonzero(sources.fragment_class == wrong[0])})
+        raise DigestMismatch(
+            f"the digest lists that ranks {', '.join(map(str, keep))} keep for version {version.version} do not add up "
+            f"to the sealed root of class {int(wrong[0])} (ranks {sources.placement.classes[int(wrong[0])]}; "
+            f"{len(names)} tensors from {names[0]!r} on)",
+            advice="pull another version and publish again", ranks=keep, version=version.version, tensor=names[0],
+        )  # fmt: skip
+
+
+def _check_bytes(version: Version, route: _Route, digests: NDArray[np.uint64], lists: NDArray[np.uint64]) -> None:
+    wrong = np.flatnonzero(route.read & (digests != lists))
+    if len(wrong):
+        first = int(wrong[0])
+        rank, name = int(route.sources.fragment_rank[first]), route.sources.tensor_of(first)
+        raise DigestMismatch(
+            f"the bytes of {name!r} that rank {rank} keeps of version {version.version} are not those that were sealed"
+            + (f" ({len(wrong) - 1} more fragments differ)" if len(wrong) > 1 else ""),
+            advice="pull another version and publish again; check the memory of the host",
+            tensor=name, rank=rank, version=version.version,
+        )  # fmt: skip

@@ -1,0 +1,144 @@
+"""Pulls of whole versions into torch tensors: under a lease, verified, and all or nothing where they go in place.
+
+An observer of the daemon with a session of its own, which a process that only publishes or subscribes never opens.
+Torch is imported when tensors are handled. Used by `refitd.agent.client`; the bytes come from `refitd.agent.pull`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from refitd.agent.connection import Connection
+from refitd.agent.countdown import Countdown
+from refitd.agent.layouts import Layouts
+from refitd.agent.pull import Puller
+from refitd.agent.session import Session
+from refitd.domain.errors import Internal, Invalid, LeaseExpired, RefitError
+from refitd.domain.version import Version
+from refitd.engine.base import Manifest
+from refitd.rpc import convert
+from refitd.transport.shm import ShmTransport
+from refitd.v1 import agents_pb2, versions_pb2
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+log = logging.getLogger(__name__)
+
+RELEASE = timedelta(seconds=5)
+
+
+class Weights(dict[str, "torch.Tensor"]):
+    """Name -> tensor of one version, verified against what was sealed. `version` is the daemon's record of it."""
+
+    def __init__(self, version: Version, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.version = version
+
+
+class Reader:
+    """Reads versions of one model. Any thread may call it; each call blocks up to its countdown."""
+
+    def __init__(self, connection: Connection, model: str) -> None:
+        self._connection = connection
+        self._model = model
+        self._session = Session(connection, model)
+        self._layouts = Layouts(connection)
+        self._transport = ShmTransport()
+        self._puller = Puller([self._transport])
+
+    def pull(self, version: int, names: Collection[str] | None, device: str, countdown: Countdown) -> Weights:
+        """New tensors on `device`, each with storage of its own. `version` 0: the newest sealed.
+
+        Raises `VersionNotFound`, `VersionUnavailable`, `Invalid` (a name that it does not have), `DigestMismatch`, ...
+        """
+        import torch
+
+        from refitd.source.mapping import MappingSource
+
+        with self._leased(version, countdown) as manifest:
+            wanted = self._puller.plan_whole(manifest, names).tensors
+            tensors = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in wanted}
+            destination = MappingSource(tensors)
+            self._puller.fetch(manifest, destination.layout(), destination.buffers(), countdown.left)
+            if device != "cpu":
+                tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+            return Weights(manifest.version, tensors)
+
+    def pull_into(
+        self,
+        target: nn.Module | Mapping[str, torch.Tensor],
+        version: int,
+        static: Collection[str],
+        countdown: Countdown,
+    ) -> Version:
+        """Overwrites the target's tensors in place, once the whole version is staged and verified. Returns its record.
+
+        Raises, before any byte is written: `Incomplete` (the version lacks a name), `Invalid` (the target lacks one,
+        another shape or dtype, memory that cannot be written), and what `pull` raises. `Tainted` if a write broke.
+        """
+        from refitd.engine.module import ModuleEngine
+
+        engine = ModuleEngine(target, fetch=self._puller.fetch, static=static)
+        _check_writable(target, static)
+        with self._leased(version, countdown) as manifest:
+            engine.stage(manifest, countdown.left)
+            engine.commit(manifest.version.version, countdown.left)
+            return manifest.version
+
+    def close(self) -> None:
+        self._session.close()
+        self._puller.close()
+
+    @contextmanager
+    def _leased(self, version: int, countdown: Countdown) -> Iterator[Manifest]:
+        lease = self._acquire(version, countdown)
+        try:
+            request = versions_pb2.GetVersionRequest(model=self._model, version=lease.version)
+            reply = self._connection.call(self._connection.versions.GetVersion, request, "GetVersion", countdown)
+            yield self._layouts.manifest(convert.version_from_proto(reply.version), countdown)
+        finally:
+            release = agents_pb2.ReleaseLeaseRequest(lease_id=lease.lease_id)
+            try:
+                agents = self._connection.agents
+                self._connection.call(agents.ReleaseLease, release, "ReleaseLease", Countdown(RELEASE), retry=False)
+            except RefitError as error:  # it ends with the session at the latest
+                log.info("lease %s was not released: %s", lease.lease_id, error)
+
+    def _acquire(self, version: int, countdown: Countdown) -> agents_pb2.AcquireLeaseResponse:
+        for again in (True, False):
+            agent_id = self._session.agent_id(countdown)
+            request = agents_pb2.AcquireLeaseRequest(agent_id=agent_id, model=self._model, version=version)
+            try:
+                # Not repeated on UNAVAILABLE: the lost answer may have been a lease, which would linger.
+                agents = self._connection.agents
+                return self._connection.call(agents.AcquireLease, request, "AcquireLease", countdown, retry=False)
+            except LeaseExpired:
+                self._session.forget(agent_id)
+                if not again:
+                    raise
+        raise Internal("unreachable")
+
+
+def _check_writable(target: nn.Module | Mapping[str, torch.Tensor], static: Collection[str]) -> None:
+    """Raises `Invalid` naming a tensor of which two elements share memory: writing it would break half-way."""
+    from torch import nn
+
+    from refitd.source.mapping import describe
+    from refitd.source.module import module_tensors
+
+    named = module_tensors(target) if isinstance(target, nn.Module) else target
+    for name, tensor in named.items():
+        if name in static:
+            continue
+        view = describe(name, tensor)
+        if any(size > 1 and step == 0 for size, step in zip(view.shape, view.stride, strict=True)):
+            raise Invalid(
+                f"{name!r} is an expanded view, so that its elements share memory", advice="give it memory of its own",
+                tensor=name,
+            )  # fmt: skip

@@ -1,0 +1,207 @@
+"""The commands as an operator runs them: the installed binary against a real daemon, tables and JSON, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from refit_client import RefitClient
+
+TIMEOUT = 60
+OK, FAILED, USAGE, UNREACHABLE, PRECONDITION = range(5)
+
+
+@dataclass(frozen=True)
+class Cli:
+    """Runs `refitd` with REFITD_SERVER set; the environment has no other REFITD_ variable."""
+
+    server: str
+
+    def run(self, *arguments: str, expect: int = OK, columns: int = 160) -> str:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("REFITD_")}
+        environment |= {"REFITD_SERVER": self.server, "COLUMNS": str(columns)}
+        done = subprocess.run(
+            [sys.executable, "-m", "refitd.cli.main", *arguments],
+            env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False,
+        )  # fmt: skip
+        assert done.returncode == expect, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+    def json(self, *arguments: str, expect: int = OK) -> dict[str, object]:
+        parsed = json.loads(self.run(*arguments, "--json", expect=expect))
+        assert isinstance(parsed, dict)
+        return parsed
+
+
+@pytest.fixture(scope="module")
+def cli(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cli]:
+    """A daemon of this module's own."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "refitd.cli.main", "serve", "--json", "--port", "0", "--metrics-listen", "127.0.0.1:0",
+         "--data-dir", str(tmp_path_factory.mktemp("state"))],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        yield Cli(json.loads(process.stdout.readline())["address"])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+@pytest.fixture
+def versions(cli: Cli, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A model of this test's own with two sealed versions; the trainer lives on, so that both stay readable."""
+    model = request.node.name
+    client = RefitClient(cli.server, model=model, rank=0, world_size=1, run="cli-test")
+    try:
+        for step in (1, 2):
+            weights = {"a": torch.full((8, 4), float(step)), "b": torch.arange(10, dtype=torch.int64) + step}
+            client.publish(weights, step=step, timeout=timedelta(seconds=30))
+        yield model
+    finally:
+        client.close()
+
+
+def test_status_of_a_fresh_daemon_says_that_there_is_no_model(cli: Cli) -> None:
+    assert cli.json("status", "--model", "nobody")["models"] == []
+    assert "No model" in cli.run("status", "--model", "nobody")
+
+
+def test_status_shows_what_was_published(cli: Cli, versions: str) -> None:
+    status = cli.json("status", "--model", versions)
+    (model,) = status["models"]  # type: ignore[misc]
+    assert model["newest"]["version"] == 2
+    assert model["newest"]["state"] == "sealed"
+    assert model["kept_versions"] == [1, 2]
+    assert model["current_run"]["id"] == "cli-test"
+    (agent,) = model["agents"]
+    assert (agent["role"], agent["rank"], agent["alive"]) == ("trainer", 0, True)
+    table = cli.run("status", "--model", versions)
+    assert "v2" in table
+    assert model["newest"]["digest"] in table
+
+
+def test_the_live_view_refreshes_until_ctrl_c(cli: Cli, versions: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "refitd.cli.main", "status", "--watch", "--json", "--interval", "0.1",
+         "--server", cli.server, "--model", versions],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    pictures = [json.loads(process.stdout.readline()) for _ in range(3)]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == OK
+    assert all(picture["models"][0]["newest"]["version"] == 2 for picture in pictures)
+
+
+def test_versions_are_listed_newest_first_and_shown_whole(cli: Cli, versions: str) -> None:
+    listed = cli.json("versions", "list", "--model", versions)["versions"]
+    assert [version["version"] for version in listed] == [2, 1]  # type: ignore[attr-defined]
+    assert cli.json("versions", "list", "--model", versions, "--limit", "1")["versions"] == listed[:1]  # type: ignore[index]
+    shown = cli.json("versions", "show", "1", "--model", versions)
+    assert (shown["step"], shown["state"], shown["num_tensors"]) == (1, "sealed", 2)
+    assert shown["shares"]
+    assert len(str(shown["digest"])) == 16
+    assert str(shown["digest"]) in cli.run("versions", "show", "1", "--model", versions)
+    assert str(shown["digest"]) in cli.run("versions", "list", "--model", versions)
+
+
+def test_the_timeline_has_a_bar_of_phases_for_each_version(cli: Cli, versions: str) -> None:
+    rows = cli.json("versions", "timeline", "--model", versions)["timeline"]
+    assert [row["version"] for row in rows] == [1, 2]  # type: ignore[attr-defined]
+    assert all(row["phases"] for row in rows)  # type: ignore[attr-defined]
+    picture = cli.run("versions", "timeline", "--model", versions, columns=100)
+    assert "===" in picture
+    assert all(len(line) <= 100 for line in picture.splitlines())
+
+
+def test_a_pin_shows_protects_and_goes(cli: Cli, versions: str) -> None:
+    cli.run("pin", "1", "--model", versions)
+    (model,) = cli.json("status", "--model", versions)["models"]  # type: ignore[misc]
+    assert model["pins"] == [{"version": 1, "replica": ""}]
+    problem = cli.json("versions", "retire", "1", "--model", versions, expect=PRECONDITION)["error"]
+    assert problem["reason"] == "VERSION_PROTECTED"  # type: ignore[index]
+    cli.run("unpin", "--model", versions)
+    cli.run("versions", "retire", "1", "--model", versions)
+    assert cli.json("versions", "show", "1", "--model", versions)["state"] == "retired"
+
+
+def test_agents_are_listed(cli: Cli, versions: str) -> None:
+    agents = cli.json("agents", "--model", versions)["agents"]
+    assert [agent["model"] for agent in agents] == [versions]  # type: ignore[attr-defined]
+    assert "rank 0" in cli.run("agents", "--model", versions)
+
+
+def test_a_version_that_is_not_there_is_a_precondition(cli: Cli, versions: str) -> None:
+    text = cli.run("pin", "99", "--model", versions, expect=PRECONDITION)
+    assert "VERSION_NOT_FOUND" in text
+    assert cli.json("versions", "show", "99", "--model", versions, expect=PRECONDITION)["error"]
+
+
+def test_a_wrong_command_line_is_usage(cli: Cli) -> None:
+    cli.run("status", "--no-such-option", expect=USAGE)
+    cli.run("status", "--server", "http://127.0.0.1:1", expect=USAGE)
+
+
+def test_a_daemon_that_is_not_there_is_unreachable(unused_server: str) -> None:
+    cli = Cli(unused_server)
+    for command in (["status"], ["agents"], ["versions", "list", "--model", "m"], ["pin", "1", "--model", "m"]):
+        assert "UNAVAILABLE" in cli.run(*command, expect=UNREACHABLE)
+    assert cli.json("status", expect=UNREACHABLE)["error"]["reason"] == "UNAVAILABLE"  # type: ignore[index]
+    cli.run("doctor", "--server-only", expect=UNREACHABLE)
+
+
+def test_the_doctor_finds_the_daemon_and_this_environment(cli: Cli) -> None:
+    report = cli.json("doctor")
+    levels = {finding["check"]: finding["level"] for finding in report["findings"]}  # type: ignore[attr-defined]
+    assert report["ok"] is True
+    assert {"python", "grpcio", "protobuf", "fork support", "torch", "memfd", "abstract socket", "memory"} <= levels.keys()
+    assert levels["daemon"] == "ok"
+    cli.run("doctor", "--server-only")
+
+
+def test_the_doctor_refuses_fork_support(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "1")
+    report = cli.json("doctor", expect=FAILED)
+    assert [finding["check"] for finding in report["findings"] if finding["level"] == "failed"] == ["fork support"]  # type: ignore[attr-defined]
+
+
+def test_a_pipe_that_closes_early_is_no_error(cli: Cli) -> None:
+    command = f"{sys.executable} -m refitd.cli.main doctor --json --server {cli.server} | head -n 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
+
+
+@pytest.fixture
+def unused_server() -> Iterator[str]:
+    """An address where nothing listens: bound, so that nobody else takes it, and not listening."""
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def test_no_command_imports_torch_or_a_framework(tmp_path: Path) -> None:
+    script = (
+        "import sys\nfrom refitd.cli.main import build_app\nbuild_app()\n"
+        "import refitd.cli.demo, refitd.demo.run, refitd.demo.view\n"
+        "print(sorted({'torch', 'vllm', 'megatron', 'transformers', 'numba'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=TIMEOUT, cwd=tmp_path, check=True
+    )
+    assert done.stdout == "[]\n"

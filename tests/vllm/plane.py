@@ -1,0 +1,77 @@
+"""A control plane in memory for engine tests: what is published are checkpoints on disk, read by `workers`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from refitd.agent.install import ReplicaReport, ReplicaState, Target
+from refitd.domain.layout import Tensor, whole_tensors
+from refitd.domain.placement import schema_hash
+from refitd.domain.version import ArenaSlot, RankShare, Run, Version, VersionState
+from refitd.engine.base import Manifest
+from refitd.rpc.convert import encode_layout, layout_hash
+
+SOON = 60.0
+
+
+class Plane:
+    """An `EngineSession` for one replica. `publish` makes a checkpoint the target."""
+
+    def __init__(self) -> None:
+        self._manifests: dict[int, Manifest] = {}
+        self._target = Target(0, agent_id="agent")
+        self._listeners: list[Callable[[], None]] = []
+        self._changed = threading.Condition()
+        self.reports: list[ReplicaReport] = []
+        self.leases: list[int] = []
+
+    def publish(self, path: Path, tensors: dict, **metadata: str) -> int:
+        """Seals the tensors of a checkpoint as the next version, and returns its number."""
+        version = len(self._manifests) + 1
+        listed = tuple(
+            Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in sorted(tensors.items())
+        )
+        layout = whole_tensors(listed)
+        key = layout_hash(encode_layout(layout))
+        share = RankShare(0, key, ArenaSlot("host", "keeper", "arena", 0, 1), layout.num_bytes)
+        record = Version(
+            "policy", version, VersionState.SEALED, Run("run"), version, digest="0" * 16,
+            schema_hash=schema_hash(listed), shares=(share,), metadata={"path": str(path), **metadata},
+        )  # fmt: skip
+        self._manifests[version] = Manifest(record, {key: layout})
+        self._target = Target(version, agent_id="agent")
+        for listener in self._listeners:
+            listener()
+        return version
+
+    def serving(self, version: int) -> ReplicaReport:
+        return self.until(lambda r: r.state is ReplicaState.SERVING and r.installed_version == version)
+
+    def until(self, test: Callable[[ReplicaReport], bool]) -> ReplicaReport:
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(map(test, self.reports)), SOON), self.reports
+            return next(filter(test, self.reports))
+
+    def target(self) -> Target:
+        return self._target
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+
+    def acquire_lease(self, version: int, timeout: timedelta) -> str:
+        self.leases.append(version)
+        return str(version)
+
+    def release_lease(self, lease_id: str, timeout: timedelta) -> None:
+        self.leases.remove(int(lease_id))
+
+    def manifest(self, version: int, timeout: timedelta) -> Manifest:
+        return self._manifests[version]
+
+    def report(self, report: ReplicaReport, timeout: timedelta) -> None:
+        with self._changed:
+            self.reports.append(report)
+            self._changed.notify_all()

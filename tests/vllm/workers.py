@@ -1,0 +1,42 @@
+"""Workers of engine tests: they pull from checkpoints on disk instead of arenas, and may be told to break."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from refit_vllm.worker import RefitWorker
+from refitd.engine.base import StageReport
+from refitd.engine.module import tensor_views
+from tiny import weights
+
+
+def fetch_checkpoint(manifest, destination, buffers, timeout) -> StageReport:
+    tensors = weights(Path(manifest.version.metadata["path"]))
+    for name, view in tensor_views(destination, buffers[0].owner).items():
+        view.copy_(tensors.get(name, tensors.get("model.embed_tokens.weight")))
+    return StageReport(destination.num_bytes, "file", "test")
+
+
+class CheckpointWorker(RefitWorker):
+    def _refitd_new_fetch(self):
+        return fetch_checkpoint
+
+
+class _Breaking(dict):
+    """Gives half of its tensors, then fails, as a broken device copy would."""
+
+    def __getitem__(self, name):
+        self.given = getattr(self, "given", 0) + 1
+        if self.given > len(self) // 2:
+            raise ConnectionError("cut in the middle of the model")
+        return super().__getitem__(name)
+
+
+class BreakingWorker(CheckpointWorker):
+    """Breaks the commit of every version numbered 2, on the last rank only."""
+
+    def _refitd_tensors(self, staging):
+        last = self.vllm_config.parallel_config.world_size - 1
+        if staging.version == 2 and self.rank == last:
+            return _Breaking(staging.tensors)
+        return staging.tensors
