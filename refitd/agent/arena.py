@@ -216,12 +216,16 @@ class HostArena:
         if os.getpid() != self._pid:
             return
         end = time.monotonic() + timeout.total_seconds()
-        try:
-            for segment in list(self._segments):
+        problem: RefitError | None = None
+        for segment in list(self._segments):
+            try:
                 self._drop(segment, end)
-        finally:
-            # After an error the keeper finds the connection broken, and the linger time ends the rest.
-            self.leave()
+            except RefitError as error:
+                problem = problem or error
+        # After an error the keeper will find the connection broken, and the linger time ends the rest.
+        self.leave()
+        if problem is not None:
+            raise problem
 
     def leave(self) -> None:
         """Gives up ownership, not the bytes: the keeper keeps them for the linger time and while readers hold them."""

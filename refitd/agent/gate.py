@@ -135,7 +135,7 @@ def refusal(closed: Closed, wait: timedelta) -> RefitError:
     """The error for a request that was not let in."""
     if closed.reason is ClosedFor.SHUTDOWN:
         return Unavailable("the replica was closed while requests waited at its gate", phase="gate")
-    waited = f"after {wait.total_seconds():g} s the gate is still closed"
+    waited = f"after {wait.total_seconds():.3g} s the gate is still closed"
     if closed.reason is ClosedFor.TAINTED:
         cause = f": {closed.problem.message}" if closed.problem else ""
         advice = closed.problem.advice if closed.problem else ""

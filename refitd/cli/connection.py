@@ -7,7 +7,6 @@ codes: 0 ok, 1 failed, 2 usage, 3 unreachable, 4 precondition.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -108,6 +107,3 @@ def errors_as_exit_codes(as_json: bool = False) -> Iterator[None]:
                 text.append(f"\n  {error.advice}", style="dim")
             Console(stderr=True).print(text)
         raise typer.Exit(exit_code(error)) from error
-    except BrokenPipeError:  # `refitd versions list | head`
-        sys.stderr.close()
-        raise typer.Exit(OK) from None

@@ -101,7 +101,7 @@ def replicas_differ(
                 few += [rank for rank in differing if rank not in few]
                 most += [rank for rank in ranks if digests[rank] == majority and rank not in most]
     named = list(found)[:NAMED_TENSORS]
-    texts = [f"{name!r}: {ranks_text(found[name][0])} differ from {ranks_text(found[name][1])}" for name in named]
+    texts = [f"{name!r} on {ranks_text(found[name][0])} is not that on {ranks_text(found[name][1])}" for name in named]
     more = f"; and {len(found) - len(named)} more tensors" if len(found) > len(named) else ""
     return ReplicasDiffer(
         f"replicas of version {version} of model {model!r} hold different bytes: {'; '.join(texts)}{more}",

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from datetime import timedelta
 from typing import TypeVar
@@ -270,7 +271,7 @@ class ControlPlane:
 
         return await self._settled(answer())
 
-    async def watch(self, request: c.WatchRequest) -> AsyncIterator[bytes]:
+    async def watch(self, request: c.WatchRequest) -> AsyncGenerator[bytes, None]:
         """Encoded events (see `encode_event`): the backlog, one progress, then live. Never ends by itself; close it
         with `aclose()`. While it is open the agent that it names is alive.
 
@@ -280,10 +281,11 @@ class ControlPlane:
         await self._journal.durable()
         if request.agent_id:
             self._membership.watch_opened(request.agent_id)
-        events = self._feed.watch(request, lambda: self._journal.durable_revision)
         try:
-            async for event in events:
-                yield event
+            # Closed here and not by the garbage collector: the watch counts until then.
+            async with aclosing(self._feed.watch(request, lambda: self._journal.durable_revision)) as events:
+                async for event in events:
+                    yield event
         finally:
             if request.agent_id:
                 self._membership.watch_closed(request.agent_id)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from refitd.control import commands as c
 from refitd.control.clock import Clock, Waits
@@ -79,7 +79,7 @@ class Feed:
                 watcher.error = error
                 watcher.wake()
 
-    async def watch(self, request: c.WatchRequest, durable_revision: Callable[[], int]) -> AsyncIterator[bytes]:
+    async def watch(self, request: c.WatchRequest, durable_revision: Callable[[], int]) -> AsyncGenerator[bytes, None]:
         """Backlog from `from_revision`, then progress, then events as they become durable, with progress in between.
 
         Raises:

@@ -27,7 +27,17 @@ from refitd.control.records import AttemptRecord, PlacementRecord, VersionRecord
 from refitd.control.state import ModelState, State
 from refitd.control.versions import Versions
 from refitd.control.votes import Attempt, disagreement, ranks_text, schema_difference
-from refitd.domain.errors import Deadline, Internal, Invalid, Limit, Problem, RanksDisagree, RefitError, SchemaChanged
+from refitd.domain.errors import (
+    Deadline,
+    Internal,
+    Invalid,
+    Limit,
+    Problem,
+    RanksDisagree,
+    RefitError,
+    SchemaChanged,
+    Unavailable,
+)
 from refitd.domain.layout import Tensor
 from refitd.domain.placement import Placement
 from refitd.domain.version import DecisionKind, GatherNeed, Version, VersionState
@@ -107,7 +117,7 @@ class Prepare:
         """A rank could not register; those that wait for its vote are refused with the same problem."""
         attempt = self.attempt(model.name)
         if attempt is not None and not attempt.complete:
-            self._decide(model, attempt, DecisionKind.REFUSE, problem=problem)
+            self._decide(model, attempt, DecisionKind.REFUSE, problem=problem, closed=True)
 
     def version_sealed(self, model: ModelState, record: VersionRecord) -> None:
         """A version was sealed after a rank had already asked for the same request again: that rank is answered with
@@ -236,16 +246,22 @@ class Prepare:
     def _count(self, model: ModelState, attempt: Attempt, request: c.PrepareRequest) -> None:
         attempt.votes[request.rank] = request
         problem = self._input_problem(request, model) or disagreement(attempt.votes)
-        if problem is None and model.conflict is not None and model.conflict[0] in attempt.missing:
-            problem = model.conflict[1]
+        conflict = model.conflict
         if problem is not None:
             self._decide(model, attempt, DecisionKind.REFUSE, problem=problem)
+        elif conflict is not None and conflict[0] in attempt.missing:
+            # That rank never called publish(), so its next call is not the one that is refused here.
+            self._decide(model, attempt, DecisionKind.REFUSE, problem=conflict[1], closed=True)
         elif not attempt.missing:
             attempt.complete = True
             self._spawn(self._decide_complete(model, attempt))
 
     async def _refuse_at_deadline(self, model: ModelState, attempt: Attempt) -> None:
-        await self._waits.wait(attempt.decided, attempt.deadline)
+        try:
+            await self._waits.wait(attempt.decided, attempt.deadline)
+        except Unavailable:
+            # The daemon stops: nothing was decided, and the voters hear it from their own waits.
+            return
         self._refuse_missing(model, attempt)
 
     def _refuse_missing(self, model: ModelState, attempt: Attempt) -> None:
@@ -332,8 +348,10 @@ class Prepare:
         problem: Problem | None = None,
         opened: VersionRecord | None = None,
         going: Sequence[int] = (),
+        closed: bool = False,
     ) -> None:
-        """Stores the one decision, with the version it opens and those that go for it, in one commit."""
+        """Stores the one decision, with the version it opens and those that go for it, in one commit. `closed`: ranks
+        that come before the deadline do not join it."""
         now = self._clock.monotonic()
         transaction = self._journal.begin(self._state)
         for number in going:
@@ -356,7 +374,7 @@ class Prepare:
                 kept_versions=tuple(model.kept), confirm_key=attempt.votes[0].vote_id,
                 confirm_endpoint=self._membership.endpoint(attempt.votes[0].agent_id) if attempt.world_size > 1 else "",
             )  # fmt: skip
-        elif attempt.missing and now < attempt.deadline:
+        elif attempt.missing and now < attempt.deadline and not closed:
             decided = replace(decided, open_until=self._clock.wall() + attempt.deadline - now)
         transaction.put_model(record)
         transaction.put_attempt(decided, KEEP_ATTEMPTS)

@@ -82,7 +82,8 @@ class ModelState:
         current = self.record.current
         if current is None or current.run != run:
             raise StaleRun(
-                f"run {run} of model {self.name!r} does not publish; the current one is {current.run if current else 'none'}",
+                f"run {run} of model {self.name!r} does not publish; the current one is "
+                f"{current.run if current else 'none'}",
                 advice="stop this trainer; a newer one has taken over",
                 model=self.name, run=run, current_run=current.run if current else None,
             )  # fmt: skip

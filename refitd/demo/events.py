@@ -42,7 +42,7 @@ class Published:
     """One rank's publish() returned.
 
     `stale_share` is the share of this rank's parameter bytes that the gather changed: what an export without it would
-    have got wrong. `phases` are seconds. `num_bytes` is what this rank keeps in its arena.
+    have got wrong. `phases` are seconds. `num_bytes` is the payload of the whole version.
     """
 
     rank: int

@@ -86,7 +86,7 @@ class Collector:
         reference = self._referenced.pop(version)
         first = published[0]
         phases = _longest(item.phases for item in published.values())
-        num_bytes = sum(item.num_bytes for item in published.values())
+        num_bytes = first.num_bytes
         copy_seconds = phases.get("copy", 0.0)
         change = largest_difference(reference, self._previous) if self._previous is not None else 0.0
         self._previous = reference

@@ -143,6 +143,8 @@ def channel_options() -> list[Option]:
     return [
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        # Without it newer cores wait a minute for the answer to a ping, whatever the line above says.
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

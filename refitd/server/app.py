@@ -78,6 +78,8 @@ def server_options(settings: Settings) -> list[Option]:
         # Pings of our own: a frozen or cut-off peer closes nothing, and its watch keeps an agent alive.
         ("grpc.keepalive_time_ms", int(keepalive.time_seconds * 1000)),
         ("grpc.keepalive_timeout_ms", int(keepalive.timeout_seconds * 1000)),
+        # Without it newer cores wait a minute for the answer to a ping, whatever the line above says.
+        ("grpc.http2.ping_timeout_ms", int(keepalive.timeout_seconds * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(keepalive.min_client_ping_seconds * 1000)),

@@ -70,12 +70,12 @@ class EdgeInterceptor(grpc.aio.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(
                 call.unary(handler.unary_unary), handler.request_deserializer, handler.response_serializer
             )
-        if handler.unary_stream is not None:
+        if handler.unary_stream is not None and service.startswith(OWN_PREFIX):
             return grpc.unary_stream_rpc_method_handler(
                 call.stream(handler.unary_stream), handler.request_deserializer, handler.response_serializer
             )
-        # Reflection, the only bidirectional stream, keeps no state: its own errors are fine.
-        return handler
+        # Health's watch and reflection: streams of gRPC's own that write to the context. They pass or they do not.
+        return call.foreign_stream(handler)
 
     def authenticate(self, service: str, metadata: dict[str, Any]) -> None:
         if self._token is None or service in OPEN_SERVICES:
@@ -160,6 +160,29 @@ class _Call:
             self._end(grpc.StatusCode.OK)
 
         return run
+
+    def foreign_stream(self, handler: Any) -> Any:
+        """`handler` itself, or one of the same kind that refuses."""
+        try:
+            self._edge.authenticate(self.service, self._metadata)
+        except RefitError as error:
+            refusal = error
+        else:
+            return handler
+
+        async def refuse(request: Any, context: Context) -> None:
+            self._edge.started(self)
+            await self._fail(refusal, context)
+
+        self.kind = "bidi_stream" if handler.stream_stream is not None else "server_stream"
+        build = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.stream_stream is not None
+            else grpc.unary_stream_rpc_method_handler
+        )
+        # grpc's aio servers take coroutines that write to the context; its types know the sync kind only.
+        behavior: Any = refuse
+        return build(behavior, handler.request_deserializer, handler.response_serializer)
 
     async def _limited(
         self, behavior: Callable[[Any, Context], Awaitable[Any]], request: Any, context: Context, limit: float | None

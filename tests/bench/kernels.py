@@ -5,7 +5,7 @@
 Rounds are interleaved and medians are compared, so that a busy machine hurts all rows alike. memcpy is one thread's
 `ctypes.memmove` between the same touched buffers; "memcpy, 2 threads" shows what the memory itself gives.
 
-Predictions and what came of them (2 cores of an AMD EPYC 9005, AVX-512, single rounds before this file was written):
+Predictions and what came of them (2 cores of an AMD EPYC 9005, AVX-512, 5 rounds before this file was written):
 
 - A fused loop in plain numba was expected to be bound by memory. It was bound by arithmetic: LLVM widened the 32-bit
   products to 64 bits (25 GB/s out of the cache). The same loop as 16-lane IR does 42 GB/s out of the cache.
@@ -15,6 +15,9 @@ Predictions and what came of them (2 cores of an AMD EPYC 9005, AVX-512, single 
   each destination line before it writes it at these sizes. Kept. 2 KiB: 1.10 and 1.27; 8 KiB: 1.00 and 1.09.
 - One pass over registers (load, store past the cache, digest): 1.28 and 1.32, but it needs source lanes and destination
   lines in step, so misaligned runs would need a second kernel. Not kept.
+- Predicted for the whole: at least 0.8 of memcpy with two threads. Outcome (512 MiB, 7 rounds, medians, machine shared):
+  copy+digest of long runs 0.95 on one thread, 1.65 on two, where two threads of memcpy give 1.64; misaligned 1.04 and
+  1.84; runs of 64 KiB 0.98 and 1.70; runs of 2 KiB 0.60 and 0.79 (a third of it numpy, setting up the items).
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ def main(tp: int, pp: int, steps: int) -> None:
         stale = assemble.differing_bytes(assemble.gather_shares(source), expected)
         need, _ = source.check()
         source.gather()
+        share = source.stale_share()
         again, why = source.check()
         shares = assemble.gather_shares(source)
         found = assemble.assemble(shares)
@@ -42,7 +43,7 @@ def main(tp: int, pp: int, steps: int) -> None:
         verdicts = [None] * dist.get_world_size()
         dist.all_gather_object(verdicts, (same, trainer.hook_count(published) == hooks, sorted(proofs)))
         trainer.say(
-            f"step {step}: without gather {stale}, share {source.stale_share():.3f}, need {need}; "
+            f"step {step}: without gather {stale}, share {share:.3f}, need {need}; "
             f"with gather {differing}, equal {equal}, {again} ({why}); ranks {verdicts}"
         )
         assert all(stale), "without the gather the check must fail on every rank"
@@ -51,7 +52,9 @@ def main(tp: int, pp: int, steps: int) -> None:
         assert differing == [0] * len(shares)
         assert equal
         assert all(verdict == (True, True, ["COMPARED"]) for verdict in verdicts)
-        assert 0.05 < (source.stale_share() or 0) < 0.95
+        assert share is not None
+        assert 0.05 < share < 0.95
+        assert source.stale_share() is None, "the second check asked for no gather"
     assert control.gpt.vocab_size > control.shape.vocab
     trainer.train_step(control, steps)
     trainer.train_step(plain, steps)

@@ -1,4 +1,4 @@
-"""A control plane in memory for engine tests: what is published are checkpoints on disk, read by `workers`."""
+"""A control plane in memory for engine tests: what is published lies in files, which `workers` read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+
+from safetensors.torch import save_file
 
 from refitd.agent.install import ReplicaReport, ReplicaState, Target
 from refitd.domain.layout import Tensor, whole_tensors
@@ -18,9 +20,10 @@ SOON = 60.0
 
 
 class Plane:
-    """An `EngineSession` for one replica. `publish` makes a checkpoint the target."""
+    """An `EngineSession` for one replica. `publish` makes tensors the target; their files lie in `folder`."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._manifests: dict[int, Manifest] = {}
         self._target = Target(0, agent_id="agent")
         self._listeners: list[Callable[[], None]] = []
@@ -28,9 +31,11 @@ class Plane:
         self.reports: list[ReplicaReport] = []
         self.leases: list[int] = []
 
-    def publish(self, path: Path, tensors: dict, **metadata: str) -> int:
-        """Seals the tensors of a checkpoint as the next version, and returns its number."""
+    def publish(self, tensors: dict) -> int:
+        """Seals tensors as the next version, and returns its number."""
         version = len(self._manifests) + 1
+        path = self._folder / f"{id(self)}-{version}.safetensors"
+        save_file({name: tensor.clone() for name, tensor in tensors.items()}, path)
         listed = tuple(
             Tensor(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in sorted(tensors.items())
         )
@@ -39,7 +44,7 @@ class Plane:
         share = RankShare(0, key, ArenaSlot("host", "keeper", "arena", 0, 1), layout.num_bytes)
         record = Version(
             "policy", version, VersionState.SEALED, Run("run"), version, digest="0" * 16,
-            schema_hash=schema_hash(listed), shares=(share,), metadata={"path": str(path), **metadata},
+            schema_hash=schema_hash(listed), shares=(share,), metadata={"path": str(path)},
         )  # fmt: skip
         self._manifests[version] = Manifest(record, {key: layout})
         self._target = Target(version, agent_id="agent")

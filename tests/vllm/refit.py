@@ -1,6 +1,6 @@
 """Installs versions into vLLM engines that start with dummy weights, and prints what they compute after each.
 
-refit.py TP CHECKPOINT... ; checkpoints of one architecture ("kind-seed") follow each other into one engine.
+refit.py FOLDER TP CHECKPOINT... ; checkpoints of one architecture ("kind-seed") follow each other into one engine.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tiny import PROMPTS, llm_args, measure, prompts, sampling, weights
 
 
 def main() -> None:
-    tp, *paths = sys.argv[1:]
+    folder, tp, *paths = sys.argv[1:]
     found = []
     for _, group in itertools.groupby(paths, key=lambda path: Path(path).name.partition("-")[0]):
-        found.append(serve(int(tp), list(group)))
+        found.append(serve(Path(folder), int(tp), list(group)))
         gc.collect()
     print("RESULT", json.dumps(found), flush=True)
 
 
-def serve(tp: int, paths: list[str]) -> dict:
+def serve(folder: Path, tp: int, paths: list[str]) -> dict:
     from refit_vllm import engine_args
     from refit_vllm.replica import attach_session
     from vllm import LLM
@@ -33,7 +33,7 @@ def serve(tp: int, paths: list[str]) -> dict:
     from refitd.domain.errors import Deadline
 
     llm = LLM(**llm_args(paths[0], tp, **engine_args(worker_extension_cls="workers.CheckpointWorker")))
-    plane = Plane()
+    plane = Plane(folder)
     engines = []
     replica = attach_session(
         llm, lambda engine, name: (engines.append(engine) or plane, lambda: None), replica="r0",
@@ -45,7 +45,7 @@ def serve(tp: int, paths: list[str]) -> dict:
     except Deadline as error:
         out["refused"] = str(error)
     for path in paths:
-        version = plane.publish(Path(path), weights(Path(path)))
+        version = plane.publish(weights(Path(path)))
         report = plane.serving(version)
         out["timings"].append({k: round(v.total_seconds() * 1000, 1) for k, v in report.timings.items()})
         out["values"][path] = measure(llm)

@@ -78,9 +78,7 @@ def sampling(max_tokens: int, **more):
     """Greedy. Prompt log-probabilities make vLLM pass the prefix cache by, so they are asked for by name only."""
     from vllm import SamplingParams
 
-    return SamplingParams(
-        temperature=0, max_tokens=max_tokens, logprobs=0, detokenize=False, ignore_eos=True, **more
-    )
+    return SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0, detokenize=False, ignore_eos=True, **more)
 
 
 def prompts(sequences: list[list[int]]) -> list[dict[str, list[int]]]:

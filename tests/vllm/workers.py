@@ -1,19 +1,18 @@
-"""Workers of engine tests: they pull from checkpoints on disk instead of arenas, and may be told to break."""
+"""Workers of engine tests: they pull from files instead of arenas, and may be told to break."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from refit_vllm.worker import RefitWorker
+from safetensors.torch import load_file
+
 from refitd.engine.base import StageReport
 from refitd.engine.module import tensor_views
-from tiny import weights
 
 
 def fetch_checkpoint(manifest, destination, buffers, timeout) -> StageReport:
-    tensors = weights(Path(manifest.version.metadata["path"]))
+    tensors = load_file(manifest.version.metadata["path"])
     for name, view in tensor_views(destination, buffers[0].owner).items():
-        view.copy_(tensors.get(name, tensors.get("model.embed_tokens.weight")))
+        view.copy_(tensors[name])
     return StageReport(destination.num_bytes, "file", "test")
 
 

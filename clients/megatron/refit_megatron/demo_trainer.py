@@ -250,7 +250,14 @@ def run(options: Options, stream: TextIO) -> None:
     )
     count = sum(parameter.numel() for parameter in trainer.ddp.parameters())
     client = RefitClient(
-        options.server, model=options.model, rank=options.rank, world_size=options.world_size, run=options.run
+        options.server,
+        model=options.model,
+        rank=options.rank,
+        world_size=options.world_size,
+        run=options.run,
+        # The demo leaves nothing behind: a keeper of its own, which ends with the last rank.
+        keeper=f"refitd-demo-{options.run}",
+        linger=timedelta(0),
     )
     try:
         emit(stream, Ready(who, f"{count / 1e6:.1f} M parameters on {device}"))
@@ -262,9 +269,10 @@ def run(options: Options, stream: TextIO) -> None:
                 continue
             # Between the optimizer's step and the next forward: here the other ranks' shards are one step old.
             result = client.publish(source, step=step, timeout=PUBLISH_TIMEOUT)
+            assert result is not None  # it is None only if one asks to go on without a daemon
             emit(stream, Published(
                 options.rank, result.version, step, loss, source.stale_share() or 0.0, result.evidence.name.lower(),
-                result.digest, result.gathered, result.bytes, seconds(result.timings),
+                result.digest, result.gathered, result.num_bytes, dict(result.timings),
             ))  # fmt: skip
             logprobs = reference(options, trainer)
             if options.rank == 0:
@@ -276,10 +284,6 @@ def run(options: Options, stream: TextIO) -> None:
         sys.stdin.readline()
     finally:
         client.close()
-
-
-def seconds(timings: Any) -> dict[str, float]:
-    return {name: value.total_seconds() for name, value in timings.items()}
 
 
 def parse(arguments: list[str]) -> Options:

@@ -84,7 +84,7 @@ def compare_with_masters(chunks: Sequence[Chunk]) -> Comparison:
 
 
 def _independent(master: Tensor, own: OwnSlice) -> bool:
-    """A master proves something if it is of its own memory and covers just the slice."""
+    """A master proves something if it has memory of its own, still resident, and covers just the slice."""
     if master.dtype != torch.float32 or own.parameter.dtype == torch.float32:
         return False
     return master.numel() == own.end - own.start and master.untyped_storage().size() > 0

@@ -94,6 +94,7 @@ class MegatronSource:
                 staging.
         """
         chunks = self._chunks()
+        self._stale_share = None
         readiness.check_resident(chunks)
         readiness.check_aliases(chunks)
         readiness.check_between_steps(chunks, self._optimizer)
@@ -156,7 +157,7 @@ class MegatronSource:
     def stale_share(self) -> float | None:
         """Share (0..1) of this rank's published bytes that the last gather changed: stale if published without it.
 
-        None if nothing was gathered yet, or without `measure_stale`. Local.
+        None if nothing was gathered since the last `check`, or without `measure_stale`. Local.
         """
         return self._stale_share
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -154,9 +154,3 @@ def bits(tensor: Tensor) -> Tensor:
     """The same memory as integers, so that NaN and -0.0 compare as bytes."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(sizes[tensor.element_size()])
-
-
-def leaf_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers inside a chained one."""
-    inner = getattr(optimizer, "chained_optimizers", None)
-    return [optimizer] if inner is None else [leaf for part in inner for leaf in leaf_optimizers(part)]

@@ -166,7 +166,8 @@ class VllmEngine:
                 )  # fmt: skip
         unread = set.intersection(*(set(reply.facts["unread"]) for reply in replies))
         tensors = {tensor.name: tensor for tensor in manifest_tensors(manifest)}
-        aliases = []
+        # Of a tied pair the loader takes whichever comes last, so both must be the same.
+        aliases = sorted({(str(a), str(b)) for reply in replies for a, b in reply.facts["aliases"]})
         for name in sorted(unread):
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._unread):
                 continue

@@ -1,14 +1,16 @@
 """A whole version into one vLLM model, in the worker's process: dry run, install, derived state.
 
-Built on vLLM's layerwise reload (vllm.model_executor.model_loader.reload), which loads checkpoint tensors layer by layer
-and writes the result into the storage that CUDA graphs have captured. What it leaves to its caller is done here: to know
-before the first byte whether the tensors fill the model, to leave the model runnable if loading breaks, and to rebuild
-state that vLLM derives only at its first load. Knows nothing of daemons and transports; `refit_vllm.worker` calls it.
+Built on vLLM's layerwise reload (vllm.model_executor.model_loader.reload), which loads checkpoint tensors layer by
+layer and writes the result into the storage that CUDA graphs have captured. What it leaves to its caller is done here:
+to know before the first byte whether the tensors fill the model, to leave the model runnable if loading breaks, and to
+rebuild state that vLLM derives only at its first load. Knows nothing of daemons and transports; `refit_vllm.worker`
+calls it.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,13 +40,15 @@ class Coverage:
 
     `unfilled`: parameters and persistent buffers of this rank that would not be written entirely. `unread`: supplied
     names that this rank does not use (at TP, PP or EP other ranks may). `loaded`: what `load_weights` says it loaded.
-    `complete_layers`: modules whose every element is copied, so that the reload must finish them by itself.
+    `complete_layers`: modules whose every element is copied, so that the reload must finish them by itself. `aliases`:
+    pairs of supplied names that fill one engine tensor through two modules (a tied head), so their bytes must be equal.
     """
 
     unfilled: tuple[str, ...]
     unread: tuple[str, ...]
     loaded: frozenset[str]
     complete_layers: frozenset[str]
+    aliases: tuple[tuple[str, str], ...]
 
 
 def layer_order(names: Iterable[str]) -> list[str]:
@@ -56,17 +60,18 @@ def layer_order(names: Iterable[str]) -> list[str]:
                                            for part in re.split(r"(\d+)", name)])  # fmt: skip
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Swallows writes to the model and notes which elements they would fill, and from which supplied tensors."""
 
     def __init__(self, owners: Mapping[int, str], sources: Mapping[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._owners = owners
         self._origins = {storage: frozenset([name]) for storage, name in sources.items()}
         self._alive: list[torch.Tensor] = []
         self.copied: dict[str, dict[tuple[object, ...], int]] = {}
         self.filled: dict[str, dict[tuple[object, ...], int]] = {}
         self.read: set[str] = set()
+        self.writers: dict[str, set[str]] = {}
         self.current = ""
 
     def __torch_dispatch__(
@@ -86,6 +91,7 @@ class _Recorder(TorchDispatchMode):
                         tensor=self.current,
                     )
                 self.read |= origins
+                self.writers.setdefault(owner, set()).update(origins)
                 return target
             if func in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default):
                 # One-element tensors are loaded by fill_(x.item()); padding rows are zeroed.
@@ -95,9 +101,7 @@ class _Recorder(TorchDispatchMode):
             if func._schema.is_mutable and not target.is_meta:
                 raise RuntimeError(f"the loader changes {owner!r} in place by {func}, which a dry run can't follow")
         outcome = func(*args, **kwargs)
-        origins = frozenset().union(
-            *(self._origins.get(_storage(a), ()) for a in _tensors([*args, *kwargs.values()]))
-        )
+        origins = frozenset().union(*(self._origins.get(_storage(a), ()) for a in _tensors([*args, *kwargs.values()])))
         if origins:
             for tensor in _tensors([outcome]):
                 if _storage(tensor) not in self._owners:
@@ -111,9 +115,7 @@ class _Recorder(TorchDispatchMode):
         book.setdefault(owner, {})[region] = target.numel()
 
 
-def dry_run(
-    model: nn.Module, config: VllmConfig, tensors: Sequence[Tensor], static: Sequence[str] = ()
-) -> Coverage:
+def dry_run(model: nn.Module, config: VllmConfig, tensors: Sequence[Tensor], static: Sequence[str] = ()) -> Coverage:
     """Runs the model's `load_weights` on tensors without data and sees what it would write. Nothing is written.
 
     For its duration parameters are replaced by ones without data, so no forward may run beside it: call it from the
@@ -169,6 +171,13 @@ def dry_run(
                 and not any(fnmatch.fnmatchcase(n, pattern) for n in names for pattern in static)
             )
         )
+        aliases = {
+            pair
+            for names in groups.values()
+            for one, other in itertools.pairwise(sorted(n for n in names if n in recorder.writers))
+            for pair in itertools.product(sorted(recorder.writers[one]), sorted(recorder.writers[other]))
+            if pair[0] != pair[1]
+        }
         layers: dict[str, bool] = {}
         for name in owned:
             layer = name.rpartition(".")[0]
@@ -178,6 +187,7 @@ def dry_run(
         tuple(sorted(sources.keys() - recorder.read)),
         frozenset(loaded or ()),
         frozenset(layer for layer, complete in layers.items() if complete),
+        tuple(sorted(aliases)),
     )
 
 
@@ -227,11 +237,12 @@ def _skipped_names() -> frozenset[str]:
 
 def _unwrap_loader(tensor: torch.Tensor) -> None:
     """An earlier reload leaves its buffering loaders on the recorded metadata; the model's own are beneath them."""
-    loader = getattr(tensor, "weight_loader", None)
-    while loader is not None and getattr(loader, "__name__", "") == "online_process_loader":
-        loader = loader.__wrapped__
-    if loader is not None and loader is not tensor.weight_loader:
-        tensor.weight_loader = loader
+    attributes: dict[str, Any] = tensor.__dict__
+    loader = attributes.get("weight_loader")
+    while getattr(loader, "__name__", "") == "online_process_loader":
+        loader = loader.__wrapped__  # type: ignore[union-attr]
+    if loader is not None:
+        attributes["weight_loader"] = loader
 
 
 Snapshot = list[tuple[nn.Module, dict[str, Any], dict[str, Any], set[str]]]
@@ -250,9 +261,7 @@ def _restore(saved: Snapshot) -> None:
         module._non_persistent_buffers_set.update(non_persistent)
 
 
-def install(
-    model: nn.Module, config: VllmConfig, tensors: Mapping[str, torch.Tensor], coverage: Coverage
-) -> list[str]:
+def install(model: nn.Module, config: VllmConfig, tensors: Mapping[str, torch.Tensor], coverage: Coverage) -> list[str]:
     """Loads all of a version into the live model and rebuilds derived state; returns what was rebuilt.
 
     The tensors must stay unchanged until it returns (vLLM keeps references until a layer is complete). No forward may
@@ -284,9 +293,7 @@ def install(
 def _check_loaded(model: nn.Module, loaded: frozenset[str], coverage: Coverage) -> None:
     missed = sorted(coverage.loaded - loaded)
     pending = sorted(
-        name
-        for name, layer in model.named_modules()
-        if name in coverage.complete_layers and _pending(layer)
+        name for name, layer in model.named_modules() if name in coverage.complete_layers and _pending(layer)
     )
     if missed or pending:
         raise Incomplete(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -31,9 +32,7 @@ def engine_args(**overrides: object) -> dict[str, Any]:
 class Replica:
     """A vLLM engine under refitd. Made by `attach`."""
 
-    def __init__(
-        self, agent: InstallAgent, gate: AdmissionGate, driver: Driver, on_close: Callable[[], None]
-    ) -> None:
+    def __init__(self, agent: InstallAgent, gate: AdmissionGate, driver: Driver, on_close: Callable[[], None]) -> None:
         self._agent, self._driver, self._on_close = agent, driver, on_close
         self.gate = gate
 
@@ -52,7 +51,7 @@ class Replica:
         return self._agent.status
 
     def wait_ready(self, timeout: timedelta = timedelta(minutes=10)) -> int:
-        """Blocks until requests are admitted; returns the version served. Raises `Deadline` or `Tainted` with the reason.
+        """Blocks until requests are admitted; returns the version served. Raises `Deadline` or `Tainted`.
 
         On an AsyncLLM's own loop use `wait_ready_async`.
         """
@@ -170,9 +169,7 @@ def _running_loop() -> asyncio.AbstractEventLoop:
 
 
 def _check_worker(qualified: str) -> None:
-    """A worker without the extension would raise at the first call, which puts the ranks' answers out of step for ever."""
-    import importlib
-
+    """A worker without the extension would raise at the first call, and put the ranks' answers out of step for ever."""
     from refit_vllm.worker import RefitWorker
 
     module, _, name = qualified.rpartition(".")

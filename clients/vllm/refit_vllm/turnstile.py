@@ -1,7 +1,7 @@
 """A first-come, first-served lock around an engine that must not be used by two threads at once.
 
-vLLM's LLM is such an engine. A plain lock would let a loop of generate() calls starve an install for ever, and the other
-way round. Knows nothing of vLLM; used by `refit_vllm.drivers`.
+vLLM's LLM is such an engine. A plain lock would let a loop of generate() calls starve an install for ever, and the
+other way round. Knows nothing of vLLM; used by `refit_vllm.drivers`.
 """
 
 from __future__ import annotations

@@ -65,7 +65,6 @@ def answered(
     answers belong to the call before; hence no method may raise, and each reply carries the call's nonce.
     """
 
-    @functools.wraps(method)
     def call(self: S, nonce: str, *args: P.args, **kwargs: P.kwargs) -> WireMap:
         reply: WireMap = {"nonce": nonce, "rank": int(self.rank), "ok": False, "touched": False}
         try:
@@ -79,6 +78,7 @@ def answered(
             reply["error"] = error_map(error, int(self.rank))
         return reply
 
+    functools.update_wrapper(call, method)
     return call
 
 

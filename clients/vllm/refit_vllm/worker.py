@@ -88,7 +88,11 @@ class RefitWorker:
         manifest = self._refitd_manifest(version)
         coverage = dry_run(self._refitd_model(), self.vllm_config, manifest_tensors(manifest), list(static))
         self._refitd().coverage[manifest.version.schema_hash] = coverage
-        return {"unfilled": list(coverage.unfilled), "unread": list(coverage.unread)}
+        return {
+            "unfilled": list(coverage.unfilled),
+            "unread": list(coverage.unread),
+            "aliases": [list(pair) for pair in coverage.aliases],
+        }
 
     @answered
     def refitd_stage_begin(
@@ -135,7 +139,7 @@ class RefitWorker:
 
     @answered
     def refitd_commit(self, nonce: str, version: int) -> WireMap:
-        """Installs the staged version into the live model, derived state included. One call, atomic to the scheduler."""
+        """Installs the staged version into the live model, derived state included. Atomic to the scheduler."""
         from refit_vllm.reload import install
 
         state = self._refitd()
@@ -224,7 +228,6 @@ class RefitWorker:
                         advice="build the engine with tie_word_embeddings=False",
                         tensor=one,
                     )
-                del tensors[one]
             staging.tensors = tensors
         except Exception as error:
             staging.error = error_map(error, int(self.rank))
