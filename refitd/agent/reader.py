@@ -63,7 +63,11 @@ class Reader:
 
         with self._leased(version, countdown) as manifest:
             wanted = self._puller.plan_whole(manifest, names).tensors
-            tensors = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in wanted}
+            # As bytes first: torch warns of the dtypes that it can hardly compute with, and nothing is computed here.
+            tensors = {
+                t.name: torch.empty(t.num_bytes, dtype=torch.uint8).view(getattr(torch, t.dtype)).view(t.shape)
+                for t in wanted
+            }
             destination = MappingSource(tensors)
             self._puller.fetch(manifest, destination.layout(), destination.buffers(), countdown.left)
             if device != "cpu":

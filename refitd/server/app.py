@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import signal
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -233,9 +234,15 @@ def _server_credentials(settings: Settings) -> grpc.ServerCredentials | None:
     if cert_file is None or key_file is None:
         return None
     try:
+        # gRPC finds broken files only when it binds, and then does not say so.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert_file, key_file)
         return grpc.ssl_server_credentials([(key_file.read_bytes(), cert_file.read_bytes())])
-    except OSError as error:
-        raise Invalid(f"a TLS file cannot be read: {error}", advice="check its path", field="tls") from None
+    except OSError as error:  # ssl.SSLError is one
+        raise Invalid(
+            f"TLS files {cert_file} and {key_file} cannot be used: {error}",
+            advice="they must be readable PEM files that belong together, the key without a passphrase",
+            field="tls",
+        ) from None
 
 
 def _bind(server: grpc.aio.Server, address: Address, credentials: grpc.ServerCredentials | None) -> Address:

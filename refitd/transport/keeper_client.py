@@ -233,7 +233,10 @@ class KeeperClient:
                 connection.close()
                 if not self._start:
                     raise self._gone("it does not run") from None
-                problem = start_keeper(self.name, end) or problem
+                failure = start_keeper(self.name, end)
+                if failure:
+                    # It would fail again: no use in waiting for the deadline.
+                    raise self._gone(failure) from None
             except (ConnectionError, BlockingIOError) as error:
                 # It was just ending, or its backlog is full.
                 self._disconnect()

@@ -15,9 +15,9 @@ Predictions and what came of them (2 cores of an AMD EPYC 9005, AVX-512, 5 round
   each destination line before it writes it at these sizes. Kept. 2 KiB: 1.10 and 1.27; 8 KiB: 1.00 and 1.09.
 - One pass over registers (load, store past the cache, digest): 1.28 and 1.32, but it needs source lanes and destination
   lines in step, so misaligned runs would need a second kernel. Not kept.
-- Predicted for the whole: at least 0.8 of memcpy with two threads. Outcome (512 MiB, 7 rounds, medians, machine shared):
-  copy+digest of long runs 0.95 on one thread, 1.65 on two, where two threads of memcpy give 1.64; misaligned 1.04 and
-  1.84; runs of 64 KiB 0.98 and 1.70; runs of 2 KiB 0.60 and 0.79 (a third of it numpy, setting up the items).
+- Predicted for the whole: at least 0.8 of memcpy with two threads. Outcome (512 MiB, 7 rounds, medians, on a machine
+  shared with other work): copy+digest of long runs 0.95 on one thread and 1.65 on two, where two threads of memcpy give
+  1.64; misaligned 1.04 and 1.84; runs of 64 KiB 0.98 and 1.70; runs of 2 KiB 0.60 and 0.79.
 """
 
 from __future__ import annotations

@@ -301,8 +301,12 @@ def test_a_stopped_keeper_is_named_at_the_deadline_and_used_again_when_it_goes_o
     owner = start(linger=0)
     first = owner.call("publish", 1, [])
     (pid,) = pids_of_keeper(keeper_name)
+    client = KeeperClient(keeper_name, start=False)
+    assert len(client.arenas(T)) == 1
     os.kill(pid, signal.SIGSTOP)
     try:
+        with pytest.raises(Deadline, match=rf"\(pid {pid}\) did not answer list in time"):
+            client.arenas(SHORT)
         # A segment that exists needs no keeper.
         second = owner.call("publish", 2, [1])
         transport = ShmTransport(timeout=SHORT)
@@ -316,7 +320,11 @@ def test_a_stopped_keeper_is_named_at_the_deadline_and_used_again_when_it_goes_o
         assert answer["subject"]["pid"] == str(pid)
     finally:
         os.kill(pid, signal.SIGCONT)
-    # Late answers to calls that ended are not taken for answers to the next ones.
+    # The late answer to the list is not taken for the answer to the next call.
+    memfd = client.open(first["arena"], T)
+    assert memfd is not None
+    os.close(memfd)
+    client.close()
     transport.open(ArenaSlot(**second), 2).close()
     transport.close()
     assert stuck.call("publish", 3, [])["slot"] == 0
@@ -387,11 +395,11 @@ def test_a_keeper_is_small_and_has_let_go_of_its_starter(
 def test_a_keeper_that_cannot_be_started_says_why(keeper_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper_client, "_KEEPER_MODULE", "refitd.agent.no_such_module")
     with pytest.raises(Unavailable, match="no_such_module") as caught:
-        KeeperClient(keeper_name, start=True).arenas(SHORT)
+        KeeperClient(keeper_name, start=True).arenas(T)
     assert caught.value.subject["keeper"] == keeper_name
     monkeypatch.setattr(sys, "executable", "")
     with pytest.raises(Unavailable, match=r"sys\.executable"):
-        KeeperClient(keeper_name, start=True).arenas(SHORT)
+        KeeperClient(keeper_name, start=True).arenas(T)
 
 
 def test_a_keeper_survives_clients_that_break_the_protocol(client: KeeperClient) -> None:
@@ -416,7 +424,8 @@ def test_a_keeper_survives_clients_that_break_the_protocol(client: KeeperClient)
             connection.sendmsg([data], ancillary)
             # It hangs up, or says that it refuses; it never stays silent.
             connection.recv(1000)
-    descriptors = len(os.listdir(f"/proc/{client.pid}/fd"))
+    # The listener, the selector, three standard streams, and this test's connection with its process.
+    until(lambda: len(os.listdir(f"/proc/{client.pid}/fd")) == 7)
     refused: list[tuple[str, int, float]] = [("x" * 300, 0, 1.0), ("a\n", 0, 1.0), ("", 0, 1.0), ("ok", 0, -1.0)]
     for name, fd, linger in refused:
         with pytest.raises(RefitError, match="refused to put"):
@@ -426,7 +435,7 @@ def test_a_keeper_survives_clients_that_break_the_protocol(client: KeeperClient)
         client.put("ok", unsealed, T, T)
     os.close(unsealed)
     assert client.arenas(T) == []
-    assert len(os.listdir(f"/proc/{client.pid}/fd")) == descriptors
+    assert len(os.listdir(f"/proc/{client.pid}/fd")) == 7
 
 
 def test_only_the_owner_drops_an_arena(start: Start, client: KeeperClient) -> None:

@@ -10,7 +10,7 @@ import sys
 import venv
 from pathlib import Path
 
-from daemon_process import DaemonProcess
+from integration.daemon_process import DaemonProcess
 
 REPOSITORY = Path(__file__).parents[2]
 INSTALL_SECONDS = 270

@@ -18,9 +18,9 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from daemon_process import WAIT, DaemonProcess, RawTrainer, get_status, next_sealed, watching
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from integration.daemon_process import WAIT, DaemonProcess, RawTrainer, get_status, next_sealed, watching
 from prometheus_client.parser import text_string_to_metric_families
 
 from refitd.domain.errors import Invalid, Limit, ModelNotFound, RefitError, Unauthenticated, Unavailable
@@ -94,7 +94,8 @@ def test_sigterm_drains_health_first_then_watches_and_exits_zero(daemon: DaemonP
         error = refusal(lambda: list(watch), daemon.address)
     assert isinstance(error, Unavailable)
     assert daemon.process.wait(WAIT) == 0
-    assert [e["event"] for e in daemon.events()][-2:] == ["daemon.draining", "daemon.stopped"]
+    life = [event["event"] for event in daemon.events() if str(event["event"]).startswith("daemon.")]
+    assert life == ["daemon.serving", "daemon.draining", "daemon.stopped"]
 
 
 def test_ctrl_c_drains_too(daemon: DaemonProcess) -> None:
@@ -306,6 +307,60 @@ def test_the_watch_of_a_frozen_client_ends(tmp_path: Path) -> None:
         finally:
             client.kill()
             client.communicate()
+
+
+def test_a_watch_on_a_frozen_daemon_ends(daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("refitd.rpc.channel.KEEPALIVE_TIME_MS", 1000)
+    monkeypatch.setattr("refitd.rpc.channel.KEEPALIVE_TIMEOUT_MS", 1000)
+    with open_channel(daemon.address) as channel:
+        # No deadline, as in a session: only the pings can end it.
+        watch = versions_pb2_grpc.VersionServiceStub(channel).Watch(versions_pb2.WatchRequest())
+        next(watch)
+        daemon.process.send_signal(signal.SIGSTOP)
+        try:
+            error = refusal(lambda: list(watch), daemon.address)
+        finally:
+            daemon.process.send_signal(signal.SIGCONT)
+    assert isinstance(error, Unavailable)
+    assert daemon.address in error.message
+
+
+def test_a_daemon_that_cannot_write_answers_nobody_and_exits_and_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
+    small_disk = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"
+        "from refitd.cli.main import main; main()"
+    )
+    sealed: list[versions_pb2.SealResponse] = []
+    with DaemonProcess(tmp_path / "state", command=[sys.executable, "-c", small_disk]) as daemon:
+        with RawTrainer(daemon.address) as trainer:
+
+            def publish_for_ever() -> None:
+                for step in range(1, 10_000):
+                    sealed.append(trainer.publish(step))  # noqa: PERF401 - what was sealed before the refusal counts
+
+            error = refusal(publish_for_ever, daemon.address)
+        assert isinstance(error, Unavailable)
+        assert daemon.process.wait(WAIT) == 1
+        assert "store.failed" in {event["event"] for event in daemon.events()}
+    assert sealed
+    with DaemonProcess(tmp_path / "state") as daemon, RawTrainer(daemon.address) as trainer:
+        newest = trainer.versions.GetVersion(versions_pb2.GetVersionRequest(model="policy"), timeout=WAIT)
+        assert newest.version.version >= sealed[-1].version
+        assert newest.header.revision >= sealed[-1].header.revision
+
+
+def test_tls_files_that_are_none_are_refused(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    arguments = ["--data-dir", str(tmp_path / "state"), "--port", "0", "--tls-cert", str(cert), "--tls-key", str(key)]
+    missing = serve_and_wait(*arguments)
+    assert missing.returncode == 2
+    assert "pem" in missing.stderr
+    cert.write_text("no certificate")
+    key.write_text("no key")
+    broken = serve_and_wait(*arguments)
+    assert broken.returncode == 2
+    assert "cert.pem" in broken.stderr
+    assert "Traceback" not in broken.stderr
 
 
 def test_tls_and_token_together(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@ one. Pulled bytes are compared with what was published."""
 
 from __future__ import annotations
 
+import asyncio
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,9 +16,9 @@ import pytest
 import torch
 from integration.daemon_process import DaemonProcess
 from procs.ranks import Rank, publish_all
+from refit_client import AsyncRefitClient, Evidence, RefitClient, RefitError, Result, VersionRetired, VersionSealed
 from torch import nn
 
-from refit_client import AsyncRefitClient, Evidence, RefitClient, RefitError, Result, VersionRetired, VersionSealed
 from refitd.domain.dtype import ITEM_BYTES
 from refitd.domain.errors import (
     EvidenceTooWeak,
@@ -37,21 +39,27 @@ from refitd.domain.errors import (
 SOON = timedelta(seconds=30)
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path / "state") as process:
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """One for all tests here; each has a model of its own."""
+    with DaemonProcess(tmp_path_factory.mktemp("daemon") / "state") as process:
         yield process
+
+
+@pytest.fixture
+def model() -> str:
+    return f"policy-{uuid.uuid4().hex[:8]}"
 
 
 class Clients:
     """Clients of one test: a keeper of its own, closed at its end."""
 
-    def __init__(self, server: str, keeper: str, stack: ExitStack) -> None:
-        self._server, self._keeper, self._stack = server, keeper, stack
+    def __init__(self, server: str, model: str, keeper: str, stack: ExitStack) -> None:
+        self._server, self._model, self._keeper, self._stack = server, model, keeper, stack
         self._threads = stack.enter_context(ThreadPoolExecutor(4))
 
     def __call__(self, **options: Any) -> RefitClient:
-        options = {"model": "policy", "keeper": self._keeper, "linger": timedelta(0), "capacity": 2, **options}
+        options = {"model": self._model, "keeper": self._keeper, "linger": timedelta(0), "capacity": 2, **options}
         return self._stack.enter_context(RefitClient(self._server, **options))
 
     def group(self, world_size: int, run: str = "run-1", **options: Any) -> list[RefitClient]:
@@ -67,9 +75,9 @@ class Clients:
 
 
 @pytest.fixture
-def clients(daemon: DaemonProcess, keeper_name: str) -> Iterator[Clients]:
+def clients(daemon: DaemonProcess, model: str, keeper_name: str) -> Iterator[Clients]:
     with ExitStack() as stack:
-        yield Clients(daemon.address, keeper_name, stack)
+        yield Clients(daemon.address, model, keeper_name, stack)
 
 
 def published(client: RefitClient, source: Any, step: int, **options: Any) -> Result:
@@ -380,8 +388,8 @@ def test_without_a_daemon_publish_is_unavailable_or_skipped(keeper_name: str) ->
         assert skipped is None
 
 
-async def all_of_it(server: str, keeper: str) -> list[object]:
-    async with AsyncRefitClient(server, model="policy", keeper=keeper, linger=timedelta(0)) as client:
+async def all_of_it(server: str, model: str, keeper: str) -> list[object]:
+    async with AsyncRefitClient(server, model=model, keeper=keeper, linger=timedelta(0)) as client:
         result = await client.publish({"w": torch.ones(3)}, 1, timeout=SOON)
         weights = await client.pull()
         async for event in client.subscribe(from_revision=1):
@@ -389,18 +397,18 @@ async def all_of_it(server: str, keeper: str) -> list[object]:
         return [result.version, weights["w"].tolist(), event.version, len(await client.versions())]  # type: ignore
 
 
-def test_the_async_client_does_the_same(daemon: DaemonProcess, keeper_name: str) -> None:
-    import asyncio
-
-    assert asyncio.run(all_of_it(daemon.address, keeper_name)) == [1, [1.0] * 3, 1, 1]
+def test_the_async_client_does_the_same(daemon: DaemonProcess, model: str, keeper_name: str) -> None:
+    assert asyncio.run(all_of_it(daemon.address, model, keeper_name)) == [1, [1.0] * 3, 1, 1]
 
 
-def test_ranks_in_processes_gather_together_and_a_forked_child_is_refused(
-    daemon: DaemonProcess, keeper_name: str, tmp_path: Path
+def test_ranks_in_processes_agree_on_a_run_and_gather_together(
+    daemon: DaemonProcess, model: str, keeper_name: str, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(Rank(daemon.address, rank, keeper=keeper_name, store=str(tmp_path / "store"), run=None))
+            stack.enter_context(
+                Rank(daemon.address, rank, model=model, keeper=keeper_name, store=str(tmp_path / "store"), run=None)
+            )
             for rank in range(2)
         ]
         for rank in ranks:

@@ -167,7 +167,16 @@ def test_the_doctor_finds_the_daemon_and_this_environment(cli: Cli) -> None:
     report = cli.json("doctor")
     levels = {finding["check"]: finding["level"] for finding in report["findings"]}  # type: ignore[attr-defined]
     assert report["ok"] is True
-    assert {"python", "grpcio", "protobuf", "fork support", "torch", "memfd", "abstract socket", "memory"} <= levels.keys()
+    assert {
+        "python",
+        "grpcio",
+        "protobuf",
+        "fork support",
+        "torch",
+        "memfd",
+        "abstract socket",
+        "memory",
+    } <= levels.keys()
     assert levels["daemon"] == "ok"
     cli.run("doctor", "--server-only")
 

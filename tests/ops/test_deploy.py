@@ -17,7 +17,9 @@ def exported() -> set[str]:
     """Names of all series that the daemon may export, from the one file that declares them."""
     names = set()
     source = (ROOT / "refitd" / "metrics.py").read_text(encoding="utf-8")
-    for kind, name in re.findall(r"(Counter|Gauge|Histogram|CounterMetricFamily|GaugeMetricFamily)\(\s*\"(\w+)\"", source):
+    for kind, name in re.findall(
+        r"(Counter|Gauge|Histogram|CounterMetricFamily|GaugeMetricFamily)\(\s*\"(\w+)\"", source
+    ):
         if kind == "Histogram":
             names |= {f"{name}_bucket", f"{name}_sum", f"{name}_count"}
         elif kind.startswith("Counter"):

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from refit_client import RefitClient, RefitError
+
 from refitd.agent.endpoint import Confirmer
 from refitd.agent.publish import Publisher
 from refitd.domain.version import GatherNeed

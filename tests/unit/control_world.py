@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -202,14 +202,21 @@ class Trainer:
         return await self.world.control.prepare(self.vote(step, **changes), timeout)
 
     def part(self, decided: c.PrepareResponse, *roots: c.ClassRoot, **changes: Any) -> c.StageRequest:
-        fields: dict[str, Any] = {
-            "model": self.model, "run": self.run, "rank": self.rank, "version": decided.version,
-            "attempt_id": decided.attempt_id, "layout_hash": layout_hash(self.layout),
-            "roots": roots or (rank_root(1),), "evidence": Evidence.FLAGS, "arena": ArenaSlot("host", "keeper", f"arena-{self.rank}", 0, 2),
-            "gathered": decided.decision is DecisionKind.GATHER, "num_bytes": self.layout.num_bytes,
-            "timings": {"copy": timedelta(milliseconds=10 + self.rank)},
-        }  # fmt: skip
-        return c.StageRequest(**{**fields, **changes})
+        request = c.StageRequest(
+            self.model,
+            self.run,
+            self.rank,
+            decided.version,
+            decided.attempt_id,
+            layout_hash(self.layout),
+            roots or (rank_root(1),),
+            Evidence.FLAGS,
+            ArenaSlot("host", "keeper", f"arena-{self.rank}", 0, 2),
+            decided.decision is DecisionKind.GATHER,
+            self.layout.num_bytes,
+            {"copy": timedelta(milliseconds=10 + self.rank)},
+        )
+        return replace(request, **changes)
 
     async def stage(self, decided: c.PrepareResponse, *roots: c.ClassRoot, **changes: Any) -> None:
         await self.world.control.stage(self.part(decided, *roots, **changes))

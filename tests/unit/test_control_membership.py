@@ -34,6 +34,10 @@ from refitd.domain.errors import (
 from refitd.domain.version import Run
 
 
+async def replica_status(world: World) -> c.AgentStatus:
+    return next(agent for agent in (await world.status()).agents if agent.replica)
+
+
 def test_runs_supersede_by_first_sight_and_restart_count() -> None:
     async def scenario(world: World) -> None:
         await world.trainer(run=Run("a", 1))
@@ -131,9 +135,8 @@ def test_a_replica_name_goes_to_the_newer_process() -> None:
 )
 def test_a_registration_that_makes_no_sense_is_invalid(changes: dict[str, object]) -> None:
     async def scenario(world: World) -> None:
-        fields = {
-            "model": MODEL, "role": Role.TRAINER, "incarnation": "i", "host": "h", "trainer": TrainerInfo(Run("r"), 0, 1),
-        }  # fmt: skip
+        fields = {"model": MODEL, "role": Role.TRAINER, "incarnation": "i", "host": "h"}
+        fields["trainer"] = TrainerInfo(Run("r"), 0, 1)
         request = c.RegisterRequest(**{**fields, **changes})  # type: ignore[arg-type]
         assert isinstance(await error_of(world.control.register(request)), Invalid)
         assert (await world.control.status(c.GetStatusRequest())).models == ()
@@ -157,11 +160,11 @@ def test_a_silent_agent_ends_after_its_ttl_and_frees_its_leases() -> None:
         engine = await world.engine()
         await world.control.acquire_lease(c.AcquireLeaseRequest(engine.agent_id, MODEL))
         await world.clock.advance(9.5)
-        engine_status = [agent for agent in (await world.status()).agents if agent.replica][0]
+        engine_status = await replica_status(world)
         assert (engine_status.alive, engine_status.leased_versions) == (True, (1,))
         assert engine_status.since_last_seen == timedelta(seconds=9.5)
         await world.clock.advance(2)
-        engine_status = [agent for agent in (await world.status()).agents if agent.replica][0]
+        engine_status = await replica_status(world)
         assert (engine_status.alive, engine_status.state, engine_status.leased_versions) == (
             False,
             ReplicaState.GONE,
@@ -266,12 +269,12 @@ def test_replicas_report_and_are_told_their_target_and_lag() -> None:
         for step in range(3):
             await trainer.publish(step)
         report = c.ReportReplicaRequest(
-            engine.agent_id, ReplicaState.SERVING, 1, 0, Problem("TAINTED", "before"), {"pull": timedelta(seconds=1)}, 64,
-            TransportKind.SHM, "same host",
+            engine.agent_id, ReplicaState.SERVING, 1, 0, Problem("TAINTED", "before"), {"pull": timedelta(seconds=1)},
+            64, TransportKind.SHM, "same host",
         )  # fmt: skip
         assert (await world.control.report_replica(report)).target_version == 3
         await world.restart()
-        status = [agent for agent in (await world.status()).agents if agent.replica][0]
+        status = await replica_status(world)
         assert (status.state, status.installed_version, status.target_version, status.lag) == (
             ReplicaState.SERVING,
             1,

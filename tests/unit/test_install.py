@@ -363,7 +363,7 @@ def test_close_leaves_no_thread(bench: Bench) -> None:
     bench.installed(1)
     agent.close()
     names = [t.name for t in threading.enumerate()]
-    assert not [n for n in names if n.startswith("refitd-install-") or n.startswith("refitd-engine-")]
+    assert not [n for n in names if n.startswith(("refitd-install-", "refitd-engine-"))]
 
 
 def test_requests_wait_at_the_gate_and_are_counted() -> None:

@@ -21,7 +21,10 @@ PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 def files() -> list[Path]:
     """What git tracks or would track: build output and virtual environments are ignored there."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, check=False
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
     )
     if listed.returncode == 0:
         found = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
@@ -102,9 +105,8 @@ def test_no_dictionary_of_anything_crosses_a_layer(trees: dict[str, ast.Module])
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
                 annotations = [argument.annotation for argument in (*node.args.args, *node.args.kwonlyargs)]
-                for annotation in (*annotations, node.returns):
-                    if annotation is not None and ast.unparse(annotation).lower() == "dict[str, any]":
-                        found.append(f"{name}:{node.lineno}")
+                texts = [ast.unparse(item).lower() for item in (*annotations, node.returns) if item is not None]
+                found += [f"{name}:{node.lineno}" for text in texts if text == "dict[str, any]"]
     assert found == []
 
 

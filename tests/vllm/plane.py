@@ -16,7 +16,7 @@ from refitd.domain.version import ArenaSlot, RankShare, Run, Version, VersionSta
 from refitd.engine.base import Manifest
 from refitd.rpc.convert import encode_layout, layout_hash
 
-SOON = 60.0
+SOON = 40.0
 
 
 class Plane:

@@ -31,8 +31,8 @@ def warn_if_untested() -> None:
     if version not in TESTED and not _warned:
         _warned = True
         warnings.warn(
-            f"refit_vllm was not tested with vLLM {version or '(unknown)'}; tested: {', '.join(TESTED)}. Every install is "
-            "checked for completeness and probed before requests are admitted",
+            f"refit_vllm was not tested with vLLM {version or '(unknown)'}; tested: {', '.join(TESTED)}. Every install "
+            "is checked for completeness and probed before requests are admitted",
             stacklevel=3,
         )
 

@@ -96,7 +96,7 @@ class SyncDriver:
         return self._in_turn(lambda: list(self._llm.collective_rpc(method, args=tuple(args))), timeout)
 
     def pause(self, timeout: timedelta) -> None:
-        """Takes the turn until `resume`: between its calls an LLM runs no step. Waits for enqueued requests to be run."""
+        """Takes the turn until `resume`: between its calls an LLM runs no step. Waits for enqueued requests."""
         if self._paused:
             return
         deadline = time.monotonic() + timeout.total_seconds()

@@ -1,4 +1,4 @@
-"""A vLLM replica as a `refitd.engine.base.Engine`: staged in every worker, committed by one call, probed behind the gate.
+"""A vLLM replica as a `refitd.engine.base.Engine`: staged in every worker, committed by one call, probed.
 
 All ranks answer each call with its nonce; if one is lost or belongs to another call, ranks and driver no longer agree
 about who answered what, and only a restart of the engine helps. Knows nothing of the daemon; `refitd.agent.install`
@@ -56,7 +56,7 @@ class VllmEngine:
         self.rebuilt: tuple[str, ...] = ()
 
     def stage(self, manifest: Manifest, timeout: timedelta) -> StageReport:
-        """Pulls the version into the staging memory of every worker. The scheduler goes on; nothing of the model changes.
+        """Pulls the version into the staging memory of every worker. The scheduler goes on, the model does not change.
 
         Raises:
             Incomplete: a parameter or persistent buffer of some rank would stay unfilled, or a published tensor is used
@@ -122,7 +122,7 @@ class VllmEngine:
         _raise_first(self._call("refitd_reset_caches", timeout))
         if not self._driver.reset_caches(timeout):
             raise Tainted(
-                "the engine did not confirm that its prefix cache was reset, so it may hold keys and values of old weights",
+                "the engine did not confirm that its prefix cache was reset; it may hold keys and values of old weights",
                 advice="look for requests that hold cache blocks (KV transfer), or restart the engine",
                 phase="reset",
             )
@@ -204,7 +204,7 @@ class VllmEngine:
             pause = min(pause * 1.5, POLL_MOST_SECONDS)
 
     def _call(self, method: str, timeout: timedelta, *args: object, nonce: str = "") -> list[Reply]:
-        """One call on all ranks; every rank's own answer to this very call, by rank. Raises `Tainted` if out of step."""
+        """One call on all ranks; each rank's own answer to this very call, by rank. Raises `Tainted` if out of step."""
         if self._out_of_step is not None:
             raise self._out_of_step
         nonce = nonce or uuid.uuid4().hex

@@ -237,12 +237,12 @@ def _skipped_names() -> frozenset[str]:
 
 def _unwrap_loader(tensor: torch.Tensor) -> None:
     """An earlier reload leaves its buffering loaders on the recorded metadata; the model's own are beneath them."""
-    attributes: dict[str, Any] = tensor.__dict__
-    loader = attributes.get("weight_loader")
+    parameter: Any = tensor  # vLLM's parameters carry their loader, as a property or as an attribute
+    loader = getattr(parameter, "weight_loader", None)
     while getattr(loader, "__name__", "") == "online_process_loader":
         loader = loader.__wrapped__  # type: ignore[union-attr]
-    if loader is not None:
-        attributes["weight_loader"] = loader
+    if loader is not None and loader is not parameter.weight_loader:
+        parameter.weight_loader = loader
 
 
 Snapshot = list[tuple[nn.Module, dict[str, Any], dict[str, Any], set[str]]]

@@ -65,7 +65,7 @@ def answered(
     answers belong to the call before; hence no method may raise, and each reply carries the call's nonce.
     """
 
-    def call(self: S, nonce: str, *args: P.args, **kwargs: P.kwargs) -> WireMap:
+    def call(self: S, nonce: str, /, *args: P.args, **kwargs: P.kwargs) -> WireMap:
         reply: WireMap = {"nonce": nonce, "rank": int(self.rank), "ok": False, "touched": False}
         try:
             reply["facts"] = method(self, nonce, *args, **kwargs)
