@@ -246,6 +246,9 @@ class HostArena:
         memfd = _Memfd(os.memfd_create(f"refitd.{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         self._reserve(memfd.number, num_bytes, end)
         mapping = Mapping(memfd.number, num_bytes, writable=True)
+        for start in range(0, num_bytes, _RESERVE_BYTES):
+            self._check_time(start, num_bytes, end)
+            mapping.populate(start, _RESERVE_BYTES)
         header = np.frombuffer(encode_header(geometry), np.uint8)
         np.asarray(mapping)[: len(header)] = header
         slots = [SlotView(mapping, geometry, slot) for slot in range(geometry.slot_count)]
@@ -263,17 +266,19 @@ class HostArena:
         try:
             os.ftruncate(memfd, num_bytes)
             for start in range(0, num_bytes, _RESERVE_BYTES):
-                if time.monotonic() >= end:
-                    raise Deadline(
-                        f"rank {self._rank} reserved {start} of {num_bytes} bytes in time",
-                        phase="arena",
-                        rank=self._rank,
-                    )
+                self._check_time(start, num_bytes, end)
                 os.posix_fallocate(memfd, start, min(_RESERVE_BYTES, num_bytes - start))
         except OSError as error:
             if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG, errno.EINVAL):
                 raise self._no_room(num_bytes, os.strerror(error.errno)) from error
             raise
+
+    def _check_time(self, done: int, num_bytes: int, end: float) -> None:
+        if time.monotonic() >= end:
+            raise Deadline(
+                f"rank {self._rank} reserved only {done} of {num_bytes} bytes in time",
+                advice="allow more time for the first version of a layout", phase="arena", rank=self._rank,
+            )  # fmt: skip
 
     def _no_room(self, num_bytes: int, why: str) -> NoRoom:
         try:

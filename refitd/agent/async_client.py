@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -40,7 +40,7 @@ class AsyncRefitClient:
 
     async def subscribe(
         self, from_revision: int | None = None
-    ) -> AsyncIterator[VersionSealed | VersionRetired | RolloutChanged]:
+    ) -> AsyncGenerator[VersionSealed | VersionRetired | RolloutChanged, None]:
         """See `RefitClient.subscribe`; has a thread of its own, so that waiting takes none from other calls."""
         loop = asyncio.get_running_loop()
         with_thread = ThreadPoolExecutor(1, thread_name_prefix="refitd-subscribe")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import TypeVar
 
-from refitd.domain.errors import Invalid, Problem, RanksDisagree, StaleRun
+from refitd.domain.errors import Deadline, Invalid, Problem, StaleRun
 
 T = TypeVar("T")
 
@@ -203,7 +203,7 @@ def absent(ranks: Iterable[int]) -> Problem:
     """Ranks that had not confirmed at the deadline."""
     names = list(ranks)
     text = ", ".join(map(str, names))
-    return RanksDisagree(
+    return Deadline(
         f"rank{'s' if len(names) != 1 else ''} {text} did not confirm before the deadline; no rank gathered",
         advice="look for a frozen or dead process, then publish again",
         ranks=names, phase="confirm",
@@ -211,7 +211,7 @@ def absent(ranks: Iterable[int]) -> Problem:
 
 
 def _gave_up(rank: int) -> Problem:
-    return RanksDisagree(
+    return Deadline(
         f"rank {rank} gave up waiting for the confirmation; no rank gathered",
         advice="publish again with a longer timeout",
         ranks=[rank], phase="confirm",

@@ -12,14 +12,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from refitd.agent.gate import AdmissionGate, ClosedFor
+from refitd.domain.agent import ReplicaReport, ReplicaState, TransportKind
 from refitd.domain.errors import Deadline, Internal, Problem, RefitError, Tainted, Unsupported
 from refitd.domain.version import Run
 from refitd.engine.base import Engine, Manifest, StageReport
@@ -28,35 +28,25 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class ReplicaState(StrEnum):
-    JOINING = "joining"
-    STAGING = "staging"
-    INSTALLING = "installing"
-    SERVING = "serving"
-    TAINTED = "tainted"
-
-
 @dataclass(frozen=True)
 class Target:
-    """What the replica should serve: 0 if nothing is sealed. `agent_id` changes when the daemon registered it anew."""
+    """A hint at what to serve: the newest that was heard of (0: nothing is sealed). The lease decides.
+
+    `serial` grows with everything that was heard; `agent_id` changes when the daemon registered the replica anew.
+    """
 
     version: int
-    pinned: bool = False
+    serial: int = 0
     agent_id: str = ""
 
 
 @dataclass(frozen=True)
-class ReplicaReport:
-    """What a replica tells the daemon; SERVING after an install is its acknowledgement."""
+class Lease:
+    """The daemon's word on what to serve, kept from retirement. `pinned`: not just the newest."""
 
-    state: ReplicaState
-    installed_version: int = 0
-    pending_version: int = 0
-    problem: Problem | None = None
-    timings: Mapping[str, timedelta] = field(default_factory=dict)
-    num_bytes: int = 0
-    transport: str = ""
-    choice_reason: str = ""
+    lease_id: str
+    version: int
+    pinned: bool = False
 
 
 class EngineSession(Protocol):
@@ -70,7 +60,9 @@ class EngineSession(Protocol):
         """`listener` is called from the session's thread when the target or the registration changed."""
         ...
 
-    def acquire_lease(self, version: int, timeout: timedelta) -> str: ...
+    def acquire_lease(self, timeout: timedelta) -> Lease:
+        """A lease on the version that this replica should serve."""
+        ...
 
     def release_lease(self, lease_id: str, timeout: timedelta) -> None: ...
 
@@ -146,6 +138,7 @@ class InstallAgent:
         self._changed = False
         self._attempts = 0
         self._failure: _Failure | None = None
+        self._settled: Target | None = None
         self._installed_run: Run | None = None
         self._report = ReplicaReport(ReplicaState.JOINING)
         self._sent: tuple[ReplicaReport, str] | None = None
@@ -209,8 +202,7 @@ class InstallAgent:
                 self._condition.wait_for(lambda: self._changed or self._closing, self._idle_seconds(target))
 
     def _due(self, target: Target) -> bool:
-        tainted = self._report.state is ReplicaState.TAINTED
-        if target.version == 0 or (target.version == self._report.installed_version and not tainted):
+        if target.version == 0 or target == self._settled:
             return False
         failure = self._failure
         return failure is None or failure.target != target or time.monotonic() >= failure.not_before
@@ -223,48 +215,46 @@ class InstallAgent:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _install(self, target: Target) -> None:
-        self._attempts += 1
-        lease = ""
+        lease: Lease | None = None
         try:
-            lease = self._session.acquire_lease(target.version, self._timeouts.control)
-            manifest = self._session.manifest(target.version, self._timeouts.control)
-            self._check_order(target, manifest)
-            self._install_manifest(target, manifest)
+            lease = self._session.acquire_lease(self._timeouts.control)
+            if lease.version != self._report.installed_version or self._report.state is ReplicaState.TAINTED:
+                self._attempts += 1
+                manifest = self._session.manifest(lease.version, self._timeouts.control)
+                self._check_order(lease, manifest)
+                self._install_manifest(manifest)
+            elif self._report.problem is not None:
+                # What failed is not wanted any more (a pin went back to what is served).
+                self._report = replace(self._report, problem=None, pending_version=0)
+            self._settled, self._failure = target, None
         except Exception as error:
-            self._failed(target, error)
-        finally:
-            if lease:
-                try:
-                    self._session.release_lease(lease, self._timeouts.control)
-                except Exception as error:
-                    # Leases end with the agent's registration, so a lost release holds a version back, not for ever.
-                    log.warning("replica %s: lease %s was not released: %s", self._replica, lease, error)
+            self._failed(target, lease.version if lease else target.version, error)
         self._send()
+        if lease is not None:
+            try:
+                self._session.release_lease(lease.lease_id, self._timeouts.control)
+            except Exception as error:
+                # Leases end with the agent's registration, so a lost release holds a version back, not for ever.
+                log.warning("replica %s: lease %s was not released: %s", self._replica, lease.lease_id, error)
 
-    def _check_order(self, target: Target, manifest: Manifest) -> None:
+    def _check_order(self, lease: Lease, manifest: Manifest) -> None:
         """Monotonic: only a pin or a new run takes a replica back."""
         installed = self._report.installed_version
-        if target.version < installed and not target.pinned and manifest.version.run == self._installed_run:
+        if lease.version < installed and not lease.pinned and manifest.version.run == self._installed_run:
             raise Unsupported(
-                f"version {target.version} is older than {installed}, which replica {self._replica!r} served",
+                f"version {lease.version} is older than {installed}, which replica {self._replica!r} served",
                 advice="pin the older version to take the replica back",
                 agent=self._replica,
             )
 
-    def _install_manifest(self, target: Target, manifest: Manifest) -> None:
-        limits, version, clock = self._timeouts, target.version, _PhaseClock()
+    def _install_manifest(self, manifest: Manifest) -> None:
+        limits, version, clock = self._timeouts, manifest.version.version, _PhaseClock()
         if self._report.state is not ReplicaState.TAINTED:
             joining = self._report.installed_version == 0
             state = ReplicaState.JOINING if joining else ReplicaState.STAGING
             self._report = ReplicaReport(state, self._report.installed_version, version)
             self._send()
         staged: StageReport = clock.run("stage", self._step, self._engine.stage, limits.stage, manifest)
-        moved = self._session.target()
-        if moved.pinned and moved.version != version:
-            # A pin arrived while this was staged; the model was not touched.
-            if self._report.state is ReplicaState.STAGING:
-                self._report = replace(self._report, state=ReplicaState.SERVING, pending_version=0)
-            return
         self._gate.close(ClosedFor.INSTALLING)
         self._report = replace(self._report, state=ReplicaState.INSTALLING, pending_version=version)
         touched = False
@@ -288,11 +278,10 @@ class InstallAgent:
                 self._reopen(error)
                 raise
             raise _tainted(error, version, self._replica) from error
-        self._failure = None
         self._installed_run = manifest.version.run
         self._report = ReplicaReport(
             ReplicaState.SERVING, version, 0, None, clock.timings,
-            staged.num_bytes, staged.transport, f"staged: {staged.choice_reason}",
+            staged.num_bytes, _transport_kind(staged), f"staged over {staged.transport}: {staged.choice_reason}",
         )  # fmt: skip
         self._gate.open()
 
@@ -316,21 +305,20 @@ class InstallAgent:
             ) from second  # fmt: skip
         self._gate.open()
 
-    def _failed(self, target: Target, error: BaseException) -> None:
+    def _failed(self, target: Target, version: int, error: BaseException) -> None:
         problem = _problem(error)
-        log.warning(
-            "replica %s: version %d was not installed: %s", self._replica, target.version, error, exc_info=error
-        )
+        log.warning("replica %s: version %d was not installed: %s", self._replica, version, error)
+        log.debug("the failed install", exc_info=error)
         before = self._report
         was_tainted = before.problem is not None and before.problem.reason == Tainted.reason
         if isinstance(error, Tainted) or was_tainted:
             # A taint stays the problem until a whole version is in, whatever else fails on the way.
             shown = problem if isinstance(error, Tainted) else before.problem
-            self._report = ReplicaReport(ReplicaState.TAINTED, before.installed_version, target.version, shown)
+            self._report = ReplicaReport(ReplicaState.TAINTED, before.installed_version, version, shown)
             self._gate.close(ClosedFor.TAINTED, shown)
         else:
             state = ReplicaState.SERVING if before.installed_version else ReplicaState.JOINING
-            self._report = ReplicaReport(state, before.installed_version, target.version, problem)
+            self._report = ReplicaReport(state, before.installed_version, version, problem)
         tried = self._failure.attempts + 1 if self._failure and self._failure.target == target else 1
         wait = min(self._timeouts.retry * 2 ** min(tried - 1, 20), self._timeouts.retry_most)
         self._failure = _Failure(target, tried, time.monotonic() + wait.total_seconds())
@@ -420,6 +408,12 @@ class _StepThread:
             except BaseException as error:
                 future.set_exception(error)
             del call, future, item
+
+
+def _transport_kind(staged: StageReport) -> TransportKind | None:
+    """None for what has no name on the wire (a stand-in); its own name is in the reason."""
+    known = {kind.value: kind for kind in TransportKind}
+    return known.get(staged.transport)
 
 
 def _problem(error: BaseException) -> Problem:

@@ -237,7 +237,8 @@ class Publisher:
             if verdict == problem:
                 raise
             raise verdict.to_error() from failure
-        self._confirmer.learn(decision.confirm_endpoint, decision.confirm_key, tuple(decision.vote_ids))
+        if decision.confirm_key:
+            self._confirmer.learn(decision.confirm_endpoint, decision.confirm_key, tuple(decision.vote_ids))
         return decision
 
     def _prepare(self, request: pb.PrepareRequest, limit: Countdown) -> pb.PrepareResponse:

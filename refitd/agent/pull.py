@@ -18,27 +18,23 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from refitd.agent.route import Route, Sources, route_to, sources_of
 from refitd.copy.dispatch import copy_runs
-from refitd.copy.runs import Buffer, Runs
-from refitd.domain.digest import root_salt
+from refitd.copy.runs import Buffer
 from refitd.domain.errors import Deadline, DigestMismatch, Internal, Invalid, VersionUnavailable
-from refitd.domain.layout import Layout, packed, whole_tensors
-from refitd.domain.placement import Placement, place, placement_id
-from refitd.domain.plan import Plan, plan, rest_plan
+from refitd.domain.layout import Layout, whole_tensors
+from refitd.domain.placement import place, placement_id
 from refitd.domain.version import Version
 from refitd.engine.base import Manifest, StageReport
 from refitd.transport.base import Share, Transport
 from refitd.transport.select import select
 from refitd.transport.shm import ShmTransport
 
-# A copy is cut into pieces of about this size, so that the deadline is seen in between.
-_PIECE_BYTES = 1 << 30
 _NUM_PLACEMENTS = 4
 _NUM_PLANS = 16
 
@@ -52,42 +48,6 @@ class PullReport(StageReport):
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Sources:
-    """A placement as sources: each rank's packed layout; per kept fragment of all ranks, class, rank and salt."""
-
-    placement: Placement
-    packed: tuple[Layout, ...]
-    first_fragment: tuple[int, ...]
-    fragment_class: NDArray[np.int64]
-    fragment_rank: NDArray[np.int64]
-    fragment_salt: NDArray[np.uint64]
-
-    def tensor_of(self, fragment: int) -> str:
-        rank = int(self.fragment_rank[fragment])
-        layout = self.packed[rank]
-        return layout.tensors[layout.fragments[fragment - self.first_fragment[rank]].tensor].name
-
-
-@dataclass(frozen=True)
-class _Route:
-    """How one destination is filled from one placement.
-
-    `ranks_read` supply bytes; `ranks_listed` keep a fragment of any class that is read, so that their lists are needed
-    for the root.
-    """
-
-    destination: Layout
-    sources: _Sources
-    read: NDArray[np.bool_]
-    copies: tuple[Runs, ...]
-    rests: tuple[Runs, ...]
-    num_bytes: int
-    classes: NDArray[np.int64]
-    ranks_read: tuple[int, ...]
-    ranks_listed: tuple[int, ...]
-
-
 class Puller:
     """Pulls over `transports`, best first (None: shared memory). Threads may share it; each call is independent.
 
@@ -98,10 +58,10 @@ class Puller:
         self._transports: tuple[Transport, ...] = (ShmTransport(),) if transports is None else tuple(transports)
         self._threads = threads
         self._lock = threading.Lock()
-        self._sources: OrderedDict[str, _Sources] = OrderedDict()
-        self._routes: OrderedDict[tuple[str, Layout], _Route] = OrderedDict()
+        self._sources: OrderedDict[str, Sources] = OrderedDict()
+        self._routes: OrderedDict[tuple[str, Layout], Route] = OrderedDict()
         # The same object comes again and again; this spares hashing a layout of many thousand fragments.
-        self._latest: tuple[str, _Route] | None = None
+        self._latest: tuple[str, Route] | None = None
         self._wholes: OrderedDict[tuple[str, tuple[str, ...] | None], Layout] = OrderedDict()
 
     def plan_whole(self, manifest: Manifest, names: Collection[str] | None = None) -> Layout:
@@ -182,7 +142,7 @@ class Puller:
             transport.close()
 
     def _open(
-        self, manifest: Manifest, route: _Route, verify: bool, stack: ExitStack
+        self, manifest: Manifest, route: Route, verify: bool, stack: ExitStack
     ) -> tuple[Transport, str, dict[int, Share]]:
         ranks = route.ranks_listed if verify else route.ranks_read
         slots = {rank: manifest.version.shares[rank].arena for rank in ranks}
@@ -206,7 +166,7 @@ class Puller:
             shares[rank] = share
         return transport, reason, shares
 
-    def _sources_of(self, manifest: Manifest) -> _Sources:
+    def _sources_of(self, manifest: Manifest) -> Sources:
         version = manifest.version
         if not version.shares:
             raise VersionUnavailable(f"version {version.version} has no shares", version=version.version)
@@ -214,7 +174,7 @@ class Puller:
             raise Internal(f"the shares of version {version.version} are not those of ranks 0..n-1")
         hashes = [share.layout_hash for share in version.shares]
         key = placement_id(hashes)
-        sources = self._remember(self._sources, key, lambda: _as_sources(place(hashes, manifest.layouts), manifest), 4)
+        sources = self._remember(self._sources, key, lambda: sources_of(place(hashes, manifest.layouts), manifest), 4)
         if (version.placement_id and version.placement_id != key) or len(version.roots) != len(
             sources.placement.classes
         ):
@@ -225,12 +185,12 @@ class Puller:
             )
         return sources
 
-    def _route(self, sources: _Sources, destination: Layout) -> _Route:
+    def _route(self, sources: Sources, destination: Layout) -> Route:
         key = sources.placement.id
         latest = self._latest
         if latest is not None and latest[0] == key and latest[1].destination is destination:
             return latest[1]
-        route = self._remember(self._routes, (key, destination), lambda: _as_route(sources, destination), _NUM_PLANS)
+        route = self._remember(self._routes, (key, destination), lambda: route_to(sources, destination), _NUM_PLANS)
         self._latest = (key, route)
         return route
 
@@ -273,70 +233,6 @@ class _Clock:
         self.seconds[name] = time.monotonic() - begun
 
 
-def _as_sources(placement: Placement, manifest: Manifest) -> _Sources:
-    layouts: list[Layout] = []
-    classes: list[int] = []
-    salts: list[int] = []
-    for share, of_rank in zip(manifest.version.shares, placement.ranks, strict=True):
-        layout = manifest.layouts[share.layout_hash]
-        class_of = {
-            (fragment.tensor, fragment.box): number
-            for fragment, number in zip(layout.fragments, of_rank.classes, strict=True)
-        }
-        kept = packed(layout, of_rank.kept)
-        salt = [root_salt(tensor.name) for tensor in kept.tensors]
-        classes += [class_of[fragment.tensor, fragment.box] for fragment in kept.fragments]
-        salts += [salt[fragment.tensor] for fragment in kept.fragments]
-        layouts.append(kept)
-    counts = [len(layout.fragments) for layout in layouts]
-    first = tuple(int(n) for n in np.cumsum([0, *counts])[:-1])
-    return _Sources(
-        placement,
-        tuple(layouts),
-        first,
-        np.array(classes, np.int64),
-        np.repeat(np.arange(len(layouts)), counts),
-        np.array(salts, np.uint64),
-    )
-
-
-def _as_route(sources: _Sources, destination: Layout) -> _Route:
-    copied = plan(sources.packed, destination)
-    rest = rest_plan(sources.packed, copied)
-    classes = np.unique(sources.fragment_class[copied.read])
-    listed = np.unique(sources.fragment_rank[np.isin(sources.fragment_class, classes)])
-    return _Route(
-        destination,
-        sources,
-        copied.read,
-        tuple(_pieces(_by_source(copied, sources))),
-        tuple(_pieces(_by_source(rest, sources))),
-        copied.runs.total_bytes,
-        classes,
-        copied.used_sources,
-        tuple(int(rank) for rank in listed),
-    )
-
-
-def _by_source(made: Plan, sources: _Sources) -> Runs:
-    """A packed layout has one buffer, so that a run's source is the rank."""
-    if made.source_buffers != tuple((rank, 0) for rank in range(len(sources.packed))):
-        raise Internal(f"a plan over {len(sources.packed)} packed layouts numbers its buffers {made.source_buffers}")
-    return made.runs
-
-
-def _pieces(runs: Runs) -> Iterator[Runs]:
-    if not len(runs):
-        return
-    piece = np.cumsum(runs.num_bytes) // _PIECE_BYTES
-    cuts = [0, *(np.flatnonzero(np.diff(piece)) + 1).tolist(), len(runs)]
-    if len(cuts) == 2:
-        yield runs
-        return
-    for low, high in pairwise(cuts):
-        yield runs.take(np.arange(low, high))
-
-
 def _check_buffers(destination: Layout, buffers: Sequence[Buffer]) -> None:
     got = [buffer.num_bytes for buffer in buffers]
     if len(got) != len(destination.buffer_bytes) or any(
@@ -355,7 +251,7 @@ def _validate(shares: dict[int, Share]) -> None:
             ) from error
 
 
-def _check_lists(version: Version, route: _Route, shares: dict[int, Share], lists: NDArray[np.uint64]) -> None:
+def _check_lists(version: Version, route: Route, shares: dict[int, Share], lists: NDArray[np.uint64]) -> None:
     """Copies the shares' lists to `lists` (the writer's memory may change) and checks them against the sealed roots."""
     sources = route.sources
     for rank, share in shares.items():
@@ -378,7 +274,7 @@ def _check_lists(version: Version, route: _Route, shares: dict[int, Share], list
         )  # fmt: skip
 
 
-def _check_bytes(version: Version, route: _Route, digests: NDArray[np.uint64], lists: NDArray[np.uint64]) -> None:
+def _check_bytes(version: Version, route: Route, digests: NDArray[np.uint64], lists: NDArray[np.uint64]) -> None:
     wrong = np.flatnonzero(route.read & (digests != lists))
     if len(wrong):
         first = int(wrong[0])

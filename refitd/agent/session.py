@@ -55,6 +55,7 @@ class Session:
         self._agent_id = ""
         self._target = 0
         self._listeners: list[Listener] = []
+        self._on_registered: list[Callable[[], None]] = []
         self._feed: Feed | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -68,6 +69,14 @@ class Session:
         """`listener` is called with every event (no `Progress`) from the session's thread; it must not block long."""
         with self._lock:
             self._listeners.append(listener)
+
+    def add_registration_listener(self, listener: Callable[[], None]) -> None:
+        """`listener` is called after each registration, the first and those after the daemon forgot the agent.
+
+        It runs in the thread that registered; it must not block, nor ask for `agent_id`.
+        """
+        with self._lock:
+            self._on_registered.append(listener)
 
     def agent_id(self, countdown: Countdown) -> str:
         """The agent's id; registers if the daemon does not know the agent (yet, or any more), and then blocks.
@@ -137,6 +146,9 @@ class Session:
             self._agent_id, self._target = reply.agent_id, reply.target_version
             if self._thread is None:
                 self._start(reply.header.revision + 1)
+            listeners = list(self._on_registered)
+        for listener in listeners:
+            listener()
 
     def _start(self, from_revision: int) -> None:
         self._feed = Feed(

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from refitd.cli import render
 from refitd.cli.connection import Connection, JsonOption, ServerOption, TimeoutOption, connect, errors_as_exit_codes
-from refitd.domain.errors import Invalid
+from refitd.domain.errors import Invalid, ModelNotFound
 from refitd.v1 import admin_pb2, types_pb2, versions_pb2
 
 PAGE_SIZE = 200
@@ -116,7 +116,7 @@ def retire(
 
 
 def only_model(connection: Connection, model: str) -> str:
-    """The model asked for, or the only one that the daemon knows. Raises `Invalid` if there are none or several."""
+    """The model asked for, or the only one that the daemon knows. Raises `ModelNotFound` or, if there are several, `Invalid`."""
     if model:
         return model
     status = connection.call(connection.admin.GetStatus, admin_pb2.GetStatusRequest())
@@ -124,7 +124,7 @@ def only_model(connection: Connection, model: str) -> str:
     if len(names) == 1:
         return names[0]
     if not names:
-        raise Invalid("no model has been published yet", advice="publish first, or name a model with --model")
+        raise ModelNotFound("no model has been published yet", advice="publish first, or name a model with --model")
     raise Invalid(f"there are several models: {', '.join(sorted(names))}", advice="name one with --model")
 
 

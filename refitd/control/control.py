@@ -86,7 +86,8 @@ class ControlPlane:
         self._state = State.load(store)
         self._waits = Waits(self.clock)
         self._feed = Feed(store, encode_event, self.clock, self._waits, self.limits)
-        self._journal = Journal(store, self._feed.publish, on_fatal or _log_fatal)
+        self._on_fatal = on_fatal or _log_fatal
+        self._journal = Journal(store, self._feed.publish, self._store_lost)
         self._layouts = Layouts(self._state, self._journal, store, decode_layout, self.clock, self.limits)
         self._membership = Membership(self._state, self._journal, self.clock, self.limits, self._observer, new_id)
         self._versions = Versions(
@@ -359,6 +360,11 @@ class ControlPlane:
         except RefitError:
             await self._journal.durable()
             raise
+
+    def _store_lost(self, error: BaseException) -> None:
+        """The daemon must exit; what waits ends, in case it does not."""
+        self._on_fatal(error)
+        self._waits.stop()
 
     def _run_superseded(self, transaction: Transaction, model: ModelState, error: StaleRun) -> None:
         self._versions.run_superseded(transaction, model, error)

@@ -40,10 +40,14 @@ class Journal:
     def header(self) -> Header:
         return Header(self._durable_revision, self._store.term)
 
-    def begin(self, state: State) -> Transaction:
-        """A transaction; it must be committed before the next await."""
+    def check(self) -> None:
+        """Raises `Unavailable` once a commit has failed."""
         if self._failed is not None:
             raise self._refusal()
+
+    def begin(self, state: State) -> Transaction:
+        """A transaction; it must be committed before the next await."""
+        self.check()
         return Transaction(state, self._store.revision + 1)
 
     def commit(self, transaction: Transaction) -> None:
@@ -66,8 +70,7 @@ class Journal:
         """Waits until all that memory holds now is on disk; the header to answer with. Raises `Unavailable` if it never
         will be."""
         revision = self._store.revision
-        if self._failed is not None:
-            raise self._refusal()
+        self.check()
         if revision > self._durable_revision:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((revision, waiter))

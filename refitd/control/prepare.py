@@ -293,6 +293,9 @@ class Prepare:
             if attempt.decided.done():
                 return
             self._decide_whole(model, attempt, placement, tensors)
+        except Unavailable:
+            # The store is lost: nothing can be decided any more, and the voters' waits have ended.
+            return
         except RefitError as error:
             problem = error.problem
         except Exception as error:

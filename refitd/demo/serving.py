@@ -102,6 +102,6 @@ def serve(
             continue  # a newer one came meanwhile, and the answer may be of either
         reported = version
         emit(stream, Served(
-            version, digest, report.num_bytes, report.transport, answer.logprobs, answer.text,
+            version, digest, report.num_bytes, report.transport or "", answer.logprobs, answer.text,
             {name: value.total_seconds() for name, value in report.timings.items()},
         ))  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from refitd.copy.runs import Buffer
-from refitd.domain.errors import Deadline, IllegalTransition, Incomplete, Invalid, Tainted
+from refitd.domain.errors import Deadline, IllegalTransition, Incomplete, Invalid, ParamsOffloaded, Tainted
 from refitd.domain.layout import Layout, Tensor, whole_tensors
 from refitd.engine.base import Manifest, StageReport
 
@@ -125,9 +125,14 @@ class ModuleEngine:
                 raise Deadline(f"{self._running} uses of the module were still running at the deadline", phase="pause")
 
     def commit(self, version: int, timeout: timedelta) -> None:
-        """Copies staged bytes into the live tensors. Raises `IllegalTransition` untouched, or `Tainted` if it broke."""
+        """Copies staged bytes into the live tensors.
+
+        Raises `IllegalTransition` or `ParamsOffloaded` with the model untouched, or `Tainted` if it broke half-way.
+        """
         if self._staged is None:
             raise IllegalTransition(f"version {version} is not staged", advice="stage it first", phase="commit")
+        for slot, _ in self._staged:
+            _check_resident(slot)
         name = ""
         try:
             for slot, staged in self._staged:
@@ -188,6 +193,12 @@ class ModuleEngine:
                     advice="build the module with the published shapes and dtypes",
                     tensor=tensor.name,
                 )
+            if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, slot.live.stride(), strict=True)):
+                raise Invalid(
+                    f"{tensor.name!r} is an expanded view, so that its elements share memory",
+                    advice="give it memory of its own",
+                    tensor=tensor.name,
+                )
         return wanted
 
     def _reserve(self, num_bytes: int) -> None:
@@ -227,6 +238,17 @@ def tensor_views(layout: Layout, storage: torch.Tensor) -> dict[str, torch.Tenso
         flat = storage[fragment.byte_offset : fragment.byte_offset + num_bytes]
         views[tensor.name] = flat.view(getattr(torch, tensor.dtype)).view(tensor.shape)
     return views
+
+
+def _check_resident(slot: Slot) -> None:
+    """Writing to a tensor whose storage was released ends the process."""
+    live = slot.live
+    reach = sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True)) + 1
+    needed = (live.storage_offset() + reach) * live.element_size() if live.numel() else 0
+    if live.untyped_storage().nbytes() < needed:
+        raise ParamsOffloaded(
+            f"the storage of {slot.names[0]!r} is released", advice="bring the module back first", tensor=slot.names[0]
+        )
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

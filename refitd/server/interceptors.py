@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -30,7 +30,7 @@ logger = logging.getLogger("refitd.server")
 OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 OWN_PREFIX = "refitd."
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 def time_left(context: Context, cap: timedelta) -> timedelta:

@@ -45,6 +45,8 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+# Linux 5.14; Python 3.11 has no name for it.
+_MADV_POPULATE_WRITE = 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -72,6 +74,10 @@ class Geometry:
     @property
     def slot_bytes(self) -> int:
         return self.payload_at + _pages(self.payload_bytes)
+
+    def slot_at(self, slot: int) -> int:
+        """Byte offset of a slot in the segment."""
+        return PAGE_BYTES + slot * self.slot_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -151,6 +157,14 @@ class Mapping:
         self.address: int = address
         _libc.madvise(address, num_bytes, mmap.MADV_DONTFORK)
 
+    def populate(self, start: int, num_bytes: int) -> None:
+        """Enters reserved pages into the page table, from `start` (a multiple of 4096) on; blocks. For writers.
+
+        It takes half the time of the write faults that it spares; read faults enter 16 pages each and need no help.
+        A kernel before 5.14 cannot do it, and then the faults are taken.
+        """
+        _libc.madvise(self.address + start, min(num_bytes, self.num_bytes - start), _MADV_POPULATE_WRITE)
+
     @property
     def __array_interface__(self) -> dict[str, object]:
         return {"data": (self.address, not self._writable), "shape": (self.num_bytes,), "typestr": "|u1", "version": 3}
@@ -169,7 +183,7 @@ class SlotView:
         if not 0 <= slot < geometry.slot_count:
             raise VersionUnavailable(f"the segment has no slot {slot}, only {geometry.slot_count}", slot=slot)
         data: NDArray[np.uint8] = np.asarray(mapping)
-        start = PAGE_BYTES + slot * geometry.slot_bytes
+        start = geometry.slot_at(slot)
         self._head: NDArray[np.uint64] = data[start : start + _SLOT_HEADER_BYTES].view("<u8")
         digests_at = start + _SLOT_HEADER_BYTES
         self.digests: NDArray[np.uint64] = data[digests_at : digests_at + 8 * geometry.digest_count].view("<u8")

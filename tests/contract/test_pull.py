@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from refitd.agent import pull as pull_module
+from refitd.agent import route as route_module
 from refitd.agent.arena import HostArena
 from refitd.agent.countdown import Countdown
 from refitd.agent.pull import Puller
@@ -297,8 +298,9 @@ def test_a_second_pull_of_a_placement_plans_nothing(
     trainer: Trainer, puller: Puller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pull(puller, trainer.publish(1), COLUMNS)
-    for name in ("place", "plan", "rest_plan", "packed"):
-        monkeypatch.setattr(pull_module, name, None)
+    monkeypatch.setattr(pull_module, "place", None)
+    for name in ("plan", "rest_plan", "packed"):
+        monkeypatch.setattr(route_module, name, None)
     # Also when an equal destination is made anew.
     for destination in (COLUMNS, replace(COLUMNS)):
         got = pull(puller, trainer.publish(2), destination)
@@ -318,7 +320,7 @@ def test_the_mapping_is_made_once(trainer: Trainer, puller: Puller, monkeypatch:
 def test_large_copies_are_cut_so_that_the_deadline_is_seen(
     trainer: Trainer, puller: Puller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull_module, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(route_module, "PIECE_BYTES", 64)
     manifest = trainer.publish(1)
     destination = whole_tensors(tensors())
     np.testing.assert_array_equal(pull(puller, manifest, destination), fill(destination, values(1)))

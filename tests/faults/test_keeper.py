@@ -113,6 +113,13 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def sealed_memfd(content: bytes) -> int:
+    memfd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(memfd, content)
+    fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, keeper_wire.KEPT_SEALS)
+    return memfd
+
+
 def memory_of(model: str) -> list[str]:
     """Every mapping and descriptor of the model's arenas in any process, and every file in /dev/shm."""
     found = [f"/dev/shm/{entry.name}" for entry in Path("/dev/shm").iterdir() if model in entry.name]
@@ -227,6 +234,15 @@ def test_a_forked_child_of_the_owner_neither_keeps_nor_drops_the_arena(
     assert memory_of(model) == []
 
 
+def test_a_forked_child_does_not_keep_its_parents_connection_open(start: Start, client: KeeperClient) -> None:
+    owner = start(linger=0)
+    owner.call("publish", 1, [])
+    child = owner.call("fork")
+    owner.call("leave")
+    until(lambda: client.arenas(T) == [])
+    os.kill(child, 0)
+
+
 def test_the_keeper_sees_the_owners_death_though_a_child_has_its_socket_open(client: KeeperClient) -> None:
     """A fork that Python does not see closes nothing; the keeper watches the process itself."""
     program = (
@@ -302,7 +318,9 @@ def test_a_stopped_keeper_is_named_at_the_deadline_and_used_again_when_it_goes_o
     first = owner.call("publish", 1, [])
     (pid,) = pids_of_keeper(keeper_name)
     client = KeeperClient(keeper_name, start=False)
-    assert len(client.arenas(T)) == 1
+    memfd = sealed_memfd(b"x" * 4096)
+    client.put("mine", memfd, timedelta(0), T)
+    os.close(memfd)
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(Deadline, match=rf"\(pid {pid}\) did not answer list in time"):
@@ -321,9 +339,11 @@ def test_a_stopped_keeper_is_named_at_the_deadline_and_used_again_when_it_goes_o
     finally:
         os.kill(pid, signal.SIGCONT)
     # The late answer to the list is not taken for the answer to the next call.
-    memfd = client.open(first["arena"], T)
-    assert memfd is not None
-    os.close(memfd)
+    opened = client.open(first["arena"], T)
+    assert opened is not None
+    os.close(opened)
+    # Nor was the connection given up, which would have cost what it owns.
+    assert [row.owner_pid for row in client.arenas(T) if row.arena == "mine"] == [os.getpid()]
     client.close()
     transport.open(ArenaSlot(**second), 2).close()
     transport.close()
@@ -448,9 +468,7 @@ def test_only_the_owner_drops_an_arena(start: Start, client: KeeperClient) -> No
 
 
 def test_a_corrupt_segment_is_refused_by_the_reader(client: KeeperClient) -> None:
-    memfd = os.memfd_create("corrupt", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.write(memfd, os.urandom(3 * 4096))
-    fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, keeper_wire.KEPT_SEALS)
+    memfd = sealed_memfd(os.urandom(3 * 4096))
     client.put("corrupt", memfd, timedelta(0), T)
     os.close(memfd)
     transport = ShmTransport()

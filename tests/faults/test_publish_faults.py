@@ -1,4 +1,4 @@
-"""Publishes that are cut off: frozen ranks, a killed daemon, forks. All ranks end alike, in time, with the rank named."""
+"""Publishes that are cut off: frozen ranks, a killed daemon, forks. All ranks end alike, in time, the rank named."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_rank_frozen_before_its_vote_is_named_and_nothing_is_gathered(
     other = ranks[1 - frozen]
     ranks[frozen].tell(step=1, timeout=TIMEOUT, hooks={"check": "stop"})
     ranks[frozen].reached("check")
-    failed(other.publish(step=1, timeout=TIMEOUT), "RANKS_DISAGREE", frozen)
+    failed(other.publish(step=1, timeout=TIMEOUT), "DEADLINE", frozen)
     assert seen_versions(daemon) == []
     ranks[frozen].go_on()
     late = ranks[frozen].next()
@@ -98,11 +98,11 @@ def test_a_rank_frozen_between_decision_and_gather_is_named_and_nothing_is_gathe
     ranks = start()
     other = ranks[1 - frozen]
     ranks[frozen].tell(step=1, timeout=TIMEOUT, hooks={"decided": "stop"})
-    failed(other.publish(step=1, timeout=TIMEOUT), "RANKS_DISAGREE", frozen)
+    failed(other.publish(step=1, timeout=TIMEOUT), "DEADLINE", frozen)
     ranks[frozen].reached("decided")
     ranks[frozen].go_on()
     late = ranks[frozen].next()
-    assert late["reason"] == "RANKS_DISAGREE", late
+    assert late["reason"] == "DEADLINE", late
     assert seen_versions(daemon) == []
     # Had one of them entered the collective alone, the next gather would hang or pair with the wrong one.
     assert [answer["result"]["count"] for answer in publish_all(ranks, step=2)] == [1, 1]
@@ -166,7 +166,7 @@ def test_a_daemon_killed_after_it_answered_one_rank_ends_the_publish_on_both_ali
         ranks[0].tell()
         answers = [rank.next() for rank in ranks]
     for answer in answers:
-        failed(answer, "RANKS_DISAGREE", 1)
+        failed(answer, "DEADLINE", 1)
     assert answers[0]["message"] == answers[1]["message"]
 
 

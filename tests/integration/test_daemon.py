@@ -275,6 +275,52 @@ def test_an_agent_whose_ttl_ended_is_counted_as_expired(daemon: DaemonProcess) -
     eventually(expired)
 
 
+def test_an_install_is_counted_once_with_its_pause_and_its_latency(daemon: DaemonProcess) -> None:
+    with RawTrainer(daemon.address) as trainer, open_channel(daemon.address) as channel:
+        version = trainer.publish(step=1).version
+        trainer.publish(step=2)
+        stub = agents_pb2_grpc.AgentServiceStub(channel)
+        engine = stub.Register(
+            agents_pb2.RegisterRequest(
+                model="policy",
+                role=types_pb2.ROLE_ENGINE,
+                incarnation="once",
+                host="host",
+                engine=agents_pb2.EngineInfo(replica="engine-0", kind="module", num_ranks=1),
+            ),
+            timeout=WAIT,
+        )
+        seconds = {"stage": 2.0, "pause": 0.25, "commit": 0.5, "reset": 0.125, "resume": 0.0625, "probe": 0.0625}
+        report = agents_pb2.ReportReplicaRequest(
+            agent_id=engine.agent_id,
+            state=types_pb2.REPLICA_STATE_SERVING,
+            installed_version=version,
+            num_bytes=64,
+            transport=types_pb2.TRANSPORT_SHM,
+        )
+        for phase, value in seconds.items():
+            report.timings.phases[phase].FromNanoseconds(int(value * 1e9))
+        for _ in range(3):
+            stub.ReportReplica(report, timeout=WAIT)
+        failed = agents_pb2.ReportReplicaRequest(
+            agent_id=engine.agent_id,
+            state=types_pb2.REPLICA_STATE_TAINTED,
+            installed_version=version,
+            problem=types_pb2.Problem(reason="TAINTED", message="half a model"),
+        )
+        stub.ReportReplica(failed, timeout=WAIT)
+        text = scrape(daemon)
+    assert sample(text, "refitd_installs_total", model="policy", outcome="ok") == 1
+    assert sample(text, "refitd_installs_total", model="policy", outcome="tainted") == 1
+    assert sample(text, "refitd_pulled_bytes_total", model="policy", transport="shm") == 64
+    assert sample(text, "refitd_install_pause_seconds_sum", model="policy") == 1.0
+    assert sample(text, "refitd_install_duration_seconds_sum", model="policy", phase="stage") == 2.0
+    assert sample(text, "refitd_refit_latency_seconds_count", model="policy") == 1
+    assert sample(text, "refitd_replica_version", model="policy", replica="engine-0") == version
+    assert sample(text, "refitd_replica_version_lag", model="policy", replica="engine-0") == 1
+    assert sample(text, "refitd_replicas", model="policy", state="tainted") == 1
+
+
 def test_a_burst_of_calls_is_answered_whole(daemon: DaemonProcess) -> None:
     async def burst() -> list[object]:
         async with grpc.aio.insecure_channel(daemon.address) as channel:

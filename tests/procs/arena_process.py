@@ -74,6 +74,9 @@ class Commands:
         with os.fdopen(reading, "rb") as answer:
             return answer.read().decode()
 
+    def leave(self) -> None:
+        self.arena.leave()
+
     def close(self) -> None:
         self.arena.close(self.timeout)
 

@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 
 import torch
-from refit_client import RefitClient, RefitError
+from refit_client import RefitClient, RefitError, VersionSealed
 
 CONFIG = json.loads(sys.argv[1])
 CHILDREN = 200
@@ -75,9 +75,7 @@ def main() -> None:
                 children.append(child)
             hung += end_of(children)
             assert result is not None
-            while (event := next(subscription)).version != result.version or "digest" not in type(event).__slots__:
-                pass
-            versions.append(event.version)
+            versions.append(next(event.version for event in subscription if isinstance(event, VersionSealed)))
     answer = told(client)
     after = client.pull().version.version
     client.close()

@@ -14,7 +14,7 @@ class Proxy:
         host, _, port = upstream.rpartition(":")
         self._upstream = (host, int(port))
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._swallowing = False
         self._refusing = False
         self._open: list[socket.socket] = []

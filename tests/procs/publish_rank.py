@@ -1,8 +1,8 @@
 """One trainer rank in a process of its own, driven by JSON lines: commands on stdin, answers and events on stdout.
 
-Started by `procs.ranks.Rank`. Its argument is JSON: server, model, rank, world_size, run, keeper, and optionally `store` (a
-file: the ranks form a gloo group and the source gathers through it) and `hooks`: point -> "stop" (SIGSTOP itself) or
-"wait" (until a line comes). Points: check, vote, decided, gather, staged.
+Started by `procs.ranks.Rank`. Its argument is JSON: server, model, rank, world_size, run, keeper, and maybe `store` (a
+file: the ranks form a gloo group and the source gathers through it). A publish command may have `hooks`: point ->
+"stop" (SIGSTOP itself), "wait" (until a line comes) or "raise". Points: check, vote, decided, gather, staged.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from refit_client import RefitClient, RefitError
 
+from refitd.agent.connection import Connection
 from refitd.agent.endpoint import Confirmer
 from refitd.agent.publish import Publisher
 from refitd.domain.version import GatherNeed
 from refitd.source.mapping import MappingSource
 
 CONFIG: dict[str, Any] = json.loads(sys.argv[1])
-HOOKS: dict[str, str] = CONFIG.get("hooks", {})
+HOOKS: dict[str, str] = {}
 
 
 def say(**line: object) -> None:
@@ -66,11 +67,12 @@ class Source(MappingSource):
 
 
 def hook_points() -> None:
-    announce, learn, seal = Confirmer.announce, Confirmer.learn, Publisher._seal
+    call, learn, seal = Connection.call, Confirmer.learn, Publisher._seal
 
-    def vote(self: Confirmer, *args: Any) -> None:
-        announce(self, *args)
-        reach("vote")
+    def vote(self: Connection, method: Any, request: Any, name: str, *args: Any, **options: Any) -> Any:
+        if name == "Prepare":
+            reach("vote")
+        return call(self, method, request, name, *args, **options)
 
     def decided(self: Confirmer, *args: Any) -> None:
         learn(self, *args)
@@ -80,7 +82,7 @@ def hook_points() -> None:
         reach("staged")
         return seal(self, *args)
 
-    Confirmer.announce, Confirmer.learn, Publisher._seal = vote, decided, staged  # type: ignore[method-assign]
+    Connection.call, Confirmer.learn, Publisher._seal = vote, decided, staged  # type: ignore[method-assign]
 
 
 def weights(step: int, change: dict[str, float]) -> dict[str, torch.Tensor]:

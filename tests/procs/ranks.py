@@ -24,7 +24,8 @@ class Rank:
         self, server: str, rank: int, *, keeper: str, world_size: int = 2, run: str = "run-1", **more: Any
     ) -> None:
         config = {
-            "server": server, "model": "policy", "rank": rank, "world_size": world_size, "run": run, "keeper": keeper, **more,
+            "server": server, "model": "policy", "rank": rank, "world_size": world_size, "run": run, "keeper": keeper,
+            **more,
         }  # fmt: skip
         clean = {key: value for key, value in os.environ.items() if not key.startswith("REFITD_")}
         self.rank = rank

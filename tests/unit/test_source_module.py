@@ -136,7 +136,8 @@ class Doubled(torch.Tensor):
 
 
 UNREADABLE = (
-    "conjugate", "negative", "sparse", "csr", "quantized", "meta", "nested", "jagged", "wrapper", "bits", "lazy", "list",
+    "conjugate", "negative", "sparse", "csr", "quantized", "meta", "nested", "jagged", "wrapper", "bits", "lazy",
+    "list",
 )  # fmt: skip
 
 

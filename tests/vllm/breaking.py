@@ -34,8 +34,11 @@ def main() -> None:
     out["one"] = measure(llm)
     plane.publish(weights(two))
     report = plane.until(lambda r: r.state == "tainted")
-    out["tainted"] = {"reason": report.problem.reason, "ranks": report.problem.subject["ranks"],
-                      "message": report.problem.message, "ready": replica.ready, "version": replica.version}  # fmt: skip
+    subject = report.problem.subject
+    out["tainted"] = {
+        "reason": report.problem.reason, "ranks": subject["ranks"], "message": report.problem.message,
+        "ready": replica.ready, "version": replica.version,
+    }  # fmt: skip
     try:
         llm.generate(prompts(PROMPTS), sampling(1), use_tqdm=False)
     except Tainted as error:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from refitd.agent.install import ReplicaReport, ReplicaState, Target
+from refitd.agent.install import Lease, Target
+from refitd.domain.agent import ReplicaReport, ReplicaState
 from refitd.domain.layout import Tensor, whole_tensors
 from refitd.domain.placement import schema_hash
 from refitd.domain.version import ArenaSlot, RankShare, Run, Version, VersionState
@@ -47,7 +48,7 @@ class Plane:
             schema_hash=schema_hash(listed), shares=(share,), metadata={"path": str(path)},
         )  # fmt: skip
         self._manifests[version] = Manifest(record, {key: layout})
-        self._target = Target(version, agent_id="agent")
+        self._target = Target(version, version, "agent")
         for listener in self._listeners:
             listener()
         return version
@@ -66,9 +67,10 @@ class Plane:
     def add_listener(self, listener: Callable[[], None]) -> None:
         self._listeners.append(listener)
 
-    def acquire_lease(self, version: int, timeout: timedelta) -> str:
+    def acquire_lease(self, timeout: timedelta) -> Lease:
+        version = self._target.version
         self.leases.append(version)
-        return str(version)
+        return Lease(str(version), version)
 
     def release_lease(self, lease_id: str, timeout: timedelta) -> None:
         self.leases.remove(int(lease_id))

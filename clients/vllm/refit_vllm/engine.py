@@ -122,7 +122,7 @@ class VllmEngine:
         _raise_first(self._call("refitd_reset_caches", timeout))
         if not self._driver.reset_caches(timeout):
             raise Tainted(
-                "the engine did not confirm that its prefix cache was reset; it may hold keys and values of old weights",
+                "the engine did not confirm the reset of its prefix cache; old weights' keys and values may be in it",
                 advice="look for requests that hold cache blocks (KV transfer), or restart the engine",
                 phase="reset",
             )

@@ -145,7 +145,7 @@ def dry_run(model: nn.Module, config: VllmConfig, tensors: Sequence[Tensor], sta
 
         try:
             with set_current_vllm_config(config), torch.no_grad(), recorder:
-                loaded = model.load_weights(feed())
+                loaded = _load_weights(model, feed())
         except RefitError:
             raise
         except Exception as error:
@@ -274,7 +274,7 @@ def install(model: nn.Module, config: VllmConfig, tensors: Mapping[str, torch.Te
     try:
         with set_current_vllm_config(config), torch.no_grad():
             initialize_layerwise_reload(model)
-            loaded = model.load_weights((name, tensors[name]) for name in layer_order(tensors))
+            loaded = _load_weights(model, ((name, tensors[name]) for name in layer_order(tensors)))
             _check_loaded(model, frozenset(loaded or ()), coverage)
             finalize_layerwise_reload(model, config.model_config)
             rebuilt = rebuild_derived_state(model)
@@ -288,6 +288,12 @@ def install(model: nn.Module, config: VllmConfig, tensors: Mapping[str, torch.Te
             get_layerwise_info(layer).reset()
         _restore(saved)
         raise Touched from error
+
+
+def _load_weights(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str] | None:
+    vllm_model: Any = model  # torch types the attributes of modules as tensors
+    loaded: Iterable[str] | None = vllm_model.load_weights(weights)
+    return loaded
 
 
 def _check_loaded(model: nn.Module, loaded: frozenset[str], coverage: Coverage) -> None:
