@@ -214,7 +214,10 @@ class Confirmer:
         """Says how far this rank is in the gather. Returns all ranks' phases; None if the register was not reached."""
         seconds = timeout.total_seconds()
         if self._endpoint and self._register:
-            return self._endpoint.call(self._report_here(key, phase), seconds=seconds)
+            try:
+                return self._endpoint.call(self._report_here(key, phase), seconds=seconds)
+            except TimeoutError:
+                return None
         if self._channel is None:
             return None
         request = pb.ReportPhaseRequest(

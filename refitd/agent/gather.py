@@ -74,7 +74,12 @@ def run_gather(source: WeightSource, *, rank: int, countdown: Countdown, report:
 
     enter = _worker_context()
     threading.Thread(target=work, name="refitd-gather", daemon=True).start()
-    if not done.wait(max(gather_seconds, 0.0)):
+    try:
+        back = done.wait(max(gather_seconds, 0.0))
+    except BaseException:  # Ctrl-C: this thread leaves, the collective does not
+        poison.set(f"rank {rank} was interrupted in the gather")
+        raise
+    if not back:
         poison.set(f"the gather of rank {rank} did not return within {gather_seconds:.1f} s")
         raise _stuck(rank, report, grace, done)
     if failure:

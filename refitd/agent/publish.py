@@ -165,6 +165,8 @@ class Publisher:
             raise
         kind = convert.decision_from_proto(decision.decision)
         if kind is DecisionKind.REFUSE:
+            if "layout_hash" in decision.problem.subject:
+                self._layouts.forget()
             raise convert.problem_from_proto(decision.problem).to_error() from a.failure
         if kind is DecisionKind.SEALED:
             return result_of(self._connection, self._model, decision.version, a.phases, a.work, repeated=True)
@@ -225,7 +227,7 @@ class Publisher:
         self._confirmer.announce(a.vote_id)
         try:
             with a.phases("prepare"):
-                decision = self._prepare(request, limit)
+                decision = self._prepare(request, a.layout if refusal is None else None, limit)
         except RefitError as failure:
             if refusal is not None and isinstance(a.failure, RefitError):
                 raise a.failure from None  # the daemon is away, but why this rank refused is known
@@ -241,15 +243,18 @@ class Publisher:
             self._confirmer.learn(decision.confirm_endpoint, decision.confirm_key, tuple(decision.vote_ids))
         return decision
 
-    def _prepare(self, request: pb.PrepareRequest, limit: Countdown) -> pb.PrepareResponse:
+    def _prepare(self, request: pb.PrepareRequest, layout: Layout | None, limit: Countdown) -> pb.PrepareResponse:
         for again in (True, False):
             request.agent_id = self._session.agent_id(limit)
             try:
                 return self._connection.call(self._connection.versions.Prepare, request, "Prepare", limit)
             except LeaseExpired:
                 self._session.forget(request.agent_id)
+                self._layouts.forget()  # a daemon that lost its agents may have lost its layouts too
                 if not again:
                     raise
+                if layout is not None:
+                    self._layouts.put(layout, limit)
         raise Internal("unreachable")
 
     def _carry_out(self, a: _Attempt, decision: pb.PrepareResponse, kind: DecisionKind) -> int:

@@ -17,8 +17,8 @@ def register(app: typer.Typer) -> None:
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 60,
-    every: Annotated[int, typer.Option(min=1, help="Steps from one version to the next.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 400,
+    every: Annotated[int, typer.Option(min=1, help="Steps from one version to the next.")] = 50,
     vllm: Annotated[bool, typer.Option("--vllm/--no-vllm", help="Serve from vLLM if it is installed.")] = True,
     keep: Annotated[bool, typer.Option("--keep", help="Leave logs and state behind and say where.")] = False,
     as_json: JsonOption = False,

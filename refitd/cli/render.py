@@ -139,7 +139,7 @@ def seconds_text(value: float) -> str:
 
 
 def age_text(value: float) -> str:
-    """ "42s", "12m", "3h", "5d"."""
+    """In the largest unit that fits: "42s", "12m", "3h", "5d"."""
     value = max(0.0, value)
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if value >= size:
@@ -160,10 +160,15 @@ def run_text(run: types_pb2.Run) -> str:
     return run.id if run.restart_count == 0 else f"{run.id}/{run.restart_count}"
 
 
-def timings_text(timings: types_pb2.Timings) -> str:
-    """ "gather 5.1 ms, copy 2.0 ms": phases in alphabetical order would hide the order of work, so longest first."""
-    phases = sorted(((seconds(value), name) for name, value in timings.phases.items()), reverse=True)
-    return ", ".join(f"{name} {seconds_text(value)}" for value, name in phases)
+def timings_text(timings: types_pb2.Timings, most: int | None = None) -> str:
+    """The sum and the phases, longest first, e.g. "7.2 ms: gather 5.1 ms, copy 2.0 ms"; only `most`, if given."""
+    phases = sorted(((seconds(value), name) for name, value in timings.phases.items() if name != "total"), reverse=True)
+    if not phases:
+        return ""
+    named = [f"{name} {seconds_text(value)}" for value, name in phases[:most]]
+    if len(named) < len(phases):
+        named.append("...")
+    return f"{seconds_text(sum(value for value, _ in phases))}: {', '.join(named)}"
 
 
 def problem_text(problem: types_pb2.Problem, advice: bool = True) -> Text:

@@ -161,7 +161,7 @@ def _replicas(engines: list[admin_pb2.AgentStatus]) -> Table:
             Text(str(agent.lag), style=lag_style),
             render.bytes_text(agent.num_bytes) if agent.num_bytes else "",
             render.transport_name(agent.transport),
-            render.timings_text(agent.timings),
+            render.timings_text(agent.timings, most=2),
             note,
         )
     return table

@@ -21,12 +21,14 @@ from refitd.domain.errors import Invalid, ModelNotFound
 from refitd.v1 import admin_pb2, types_pb2, versions_pb2
 
 PAGE_SIZE = 200
+# In the order of work, which is the order of a bar's parts.
 PHASE_STYLES: Mapping[str, str] = {
-    "fence": "magenta", "vote": "blue", "prepare": "blue", "confirm": "bright_blue", "gather": "yellow",
-    "evidence": "bright_yellow", "copy": "green", "stage": "cyan", "seal": "bright_cyan", "install": "bright_magenta",
+    "layout": "white", "check": "bright_black", "fence": "magenta", "prepare": "blue", "confirm": "bright_blue",
+    "gather": "yellow", "evidence": "bright_yellow", "placement": "bright_red", "copy": "green", "stage": "cyan",
+    "seal": "bright_cyan", "install": "bright_magenta",
 }  # fmt: skip
 # Phases that are not in the table, in the order in which they are met.
-SPARE_STYLES = ("white", "bright_green", "red", "bright_red")
+SPARE_STYLES = ("bright_green", "red", "bright_white")
 
 ModelArgument = Annotated[str, typer.Option("--model", "-m", help="The model; needed if there are several.")]
 
@@ -116,7 +118,10 @@ def retire(
 
 
 def only_model(connection: Connection, model: str) -> str:
-    """The model asked for, or the only one that the daemon knows. Raises `ModelNotFound` or, if there are several, `Invalid`."""
+    """The model asked for, or the only one that the daemon knows.
+
+    Raises `ModelNotFound` if there are none, `Invalid` if there are several.
+    """
     if model:
         return model
     status = connection.call(connection.admin.GetStatus, admin_pb2.GetStatusRequest())
@@ -162,7 +167,7 @@ def version_table(found: Iterable[versions_pb2.Version], now: datetime) -> Table
             version.digest,
             render.problem_text(version.problem, advice=False)
             if version.HasField("problem")
-            else render.timings_text(version.timings),
+            else render.timings_text(version.timings, most=3),
         )
     return table
 

@@ -133,7 +133,10 @@ class ControlPlane:
         # Not on every sweep: a compaction is a transaction of its own.
         if self._store.revision - self._compacted_at >= max(1, self.limits.max_kept_events // 10):
             self._compacted_at = self._store.revision
-            await asyncio.wrap_future(self._store.compact(self.limits.max_kept_events))
+            try:
+                await asyncio.wrap_future(self._store.compact(self.limits.max_kept_events))
+            except RefitError as error:
+                self._journal.fail(error)
         await self._journal.durable()
 
     @property

@@ -42,8 +42,7 @@ class Installs:
         model = self._state.models.get(agent.model)
         if model is None:
             return 0
-        sealed = (record.version.version for record in model.sealed_ever)
-        return lag(agent.replica.installed_version, self.target(agent), sealed)
+        return lag(agent.replica.installed_version, self.target(agent), model.sealed_numbers)
 
     def report(self, request: c.ReportReplicaRequest) -> Agent:
         """Records what a replica says of itself; the agent with it. Raises `LeaseExpired`, `Invalid`."""

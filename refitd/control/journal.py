@@ -64,7 +64,13 @@ class Journal:
         def done(future: Future[int]) -> None:
             loop.call_soon_threadsafe(self._committed, future, events)
 
-        self._store.commit(transaction.writes, [encode(event) for event in events]).durable.add_done_callback(done)
+        try:
+            commit = self._store.commit(transaction.writes, [encode(event) for event in events])
+        except BaseException as error:
+            # Memory has the change and the store has not.
+            self.fail(error)
+            raise
+        commit.durable.add_done_callback(done)
 
     async def durable(self) -> Header:
         """Waits until all that memory holds now is on disk; the header to answer with. Raises `Unavailable` if it never
@@ -80,7 +86,7 @@ class Journal:
     def _committed(self, future: Future[int], events: list[Event]) -> None:
         error = future.exception()
         if error is not None:
-            self._fail(error)
+            self.fail(error)
             return
         self._durable_revision = max(self._durable_revision, future.result())
         if events:
@@ -90,7 +96,8 @@ class Journal:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """The store is lost: nothing more is answered, `on_fatal` is called once."""
         if self._failed is not None:
             return
         self._failed = error

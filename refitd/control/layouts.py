@@ -34,6 +34,9 @@ _HASH = re.compile("[0-9a-f]{64}")
 UPLOAD_IDLE_SECONDS = 60.0
 LAYOUT_IDLE_SECONDS = 3600.0
 
+# Placements are small; only beyond so many is it worth looking which ones nothing names.
+KEEP_PLACEMENTS = 256
+
 
 class _Recent(Generic[T]):
     """The `size` most recently used values."""
@@ -177,6 +180,8 @@ class Layouts:
         ]
         for name in idle:
             del self._uploads[name]
+        if len(self._state.placements) <= KEEP_PLACEMENTS:
+            return
         named = self._named_placements()
         transaction = self._journal.begin(self._state)
         for name in self._state.placements.keys() - named:

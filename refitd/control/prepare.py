@@ -150,8 +150,13 @@ class Prepare:
                 advice="vote with the agent_id that this rank registered",
                 agent=request.agent_id, rank=request.rank,
             )  # fmt: skip
-        if not request.vote_id:
-            raise Invalid("vote_id is empty", advice="send a unique id per rank and publish() call", rank=request.rank)
+        longest = self._limits.max_name_bytes
+        if not 0 < len(request.vote_id.encode()) <= longest or len(request.request_id.encode()) > longest:
+            raise Invalid(
+                f"vote_id of {len(request.vote_id)} and request_id of {len(request.request_id)} characters",
+                advice=f"send a vote_id unique per rank and publish() call; both at most {longest} bytes long",
+                rank=request.rank,
+            )  # fmt: skip
         return model
 
     def _input_problem(self, request: c.PrepareRequest, model: ModelState) -> Problem | None:

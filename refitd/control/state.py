@@ -41,6 +41,8 @@ class ModelState:
     attempts: dict[int, AttemptRecord] = field(default_factory=dict)
     pins: dict[str, Pin] = field(default_factory=dict)
     conflict: tuple[int, Problem] | None = None
+    _kept: list[int] | None = None
+    _sealed_numbers: list[int] | None = None
 
     @property
     def name(self) -> str:
@@ -48,8 +50,21 @@ class ModelState:
 
     @property
     def kept(self) -> list[int]:
-        """Sealed versions, ascending."""
-        return [number for number, record in self.versions.items() if record.version.state is VersionState.SEALED]
+        """Sealed versions, ascending. Asked for per agent in status, so it is remembered until a version changes."""
+        if self._kept is None:
+            self._kept = [n for n, record in self.versions.items() if record.version.state is VersionState.SEALED]
+        return self._kept
+
+    @property
+    def sealed_numbers(self) -> list[int]:
+        """Versions that were sealed, kept or not, as far as history reaches; ascending."""
+        if self._sealed_numbers is None:
+            self._sealed_numbers = [record.version.version for record in self.sealed_ever]
+        return self._sealed_numbers
+
+    def versions_changed(self) -> None:
+        """Forgets what was derived from `versions`."""
+        self._kept = self._sealed_numbers = None
 
     @property
     def newest(self) -> VersionRecord | None:
@@ -63,7 +78,7 @@ class ModelState:
 
     @property
     def sealed_ever(self) -> list[VersionRecord]:
-        """All versions that were sealed, kept or not, as far as history reaches; ascending."""
+        """Records of `sealed_numbers`."""
         return [record for record in self.versions.values() if record.was_sealed]
 
     def version(self, number: int) -> VersionRecord:
@@ -187,11 +202,13 @@ class Transaction:
     def put_version(self, record: VersionRecord) -> None:
         name, number = record.version.model, record.version.version
         self.state.models[name].versions[number] = record
+        self.state.models[name].versions_changed()
         self._set(key("version", name, number), record)
 
     def drop_version(self, record: VersionRecord) -> None:
         name, number = record.version.model, record.version.version
         del self.state.models[name].versions[number]
+        self.state.models[name].versions_changed()
         self._drop(key("version", name, number))
 
     def put_stage(self, stage: StageRequest) -> None:

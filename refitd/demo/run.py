@@ -132,8 +132,12 @@ class _Demo:
         return self._reports
 
     def _python(self, name: str, module: str, *arguments: str) -> Child:
-        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        return self._supervisor.start(name, [sys.executable, "-m", module, *arguments], threads)
+        environment = {
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            # What libraries leave in the temporary directory goes with the workspace.
+            "TMPDIR": str(self._workspace),
+        }
+        return self._supervisor.start(name, [sys.executable, "-m", module, *arguments], environment)
 
     def _start_daemon(self) -> None:
         self._view.starting("daemon", "refitd serve")

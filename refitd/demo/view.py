@@ -147,11 +147,12 @@ def version_block(report: VersionReport, previous_loss: float | None) -> Panel:
     grid.add_row("training", f"step {report.step}, loss {report.loss:.3f}{change}")
     stale = Text(f"{report.stale_share:.1%}", style="bold yellow" if report.stale_share else "green")
     grid.add_row("gather", Text.assemble(stale, " of the bytes would have been stale without it"))
+    first = " (first use: kernels are loaded)" if previous_loss is None else ""
     rate = f" at {report.copy_bytes_per_second / 1e9:.2f} GB/s" if report.copy_bytes_per_second else ""
     grid.add_row(
         "seconds",
         f"fence {report.fence_seconds:.4f}, gather {report.gather_seconds:.4f}, copy {report.copy_seconds:.4f}{rate}, "
-        f"publish {report.publish_seconds:.3f}; install {report.install_seconds:.3f} "
+        f"publish {report.publish_seconds:.3f}{first}; install {report.install_seconds:.3f} "
         f"({report.pause_seconds:.3f} paused, {report.transport})",
     )
     agree = ("agree", "green") if report.digests_agree else ("DIFFER", "bold red")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 
 
 def target_version(replica: str, pins: Mapping[str, int], newest_sealed: int) -> int:
@@ -15,6 +16,7 @@ def target_version(replica: str, pins: Mapping[str, int], newest_sealed: int) ->
     return pins.get("", newest_sealed)
 
 
-def lag(installed: int, target: int, sealed_versions: Iterable[int]) -> int:
-    """Versions that were sealed after the installed one and up to the target; 0 if the target is not ahead."""
-    return sum(installed < version <= target for version in sealed_versions)
+def lag(installed: int, target: int, sealed_versions: Sequence[int]) -> int:
+    """How many of the sealed versions (ascending) lie after the installed one and up to the target; 0 if the target is
+    not ahead."""
+    return max(0, bisect_right(sealed_versions, target) - bisect_right(sealed_versions, installed))

@@ -27,8 +27,8 @@ from typing import IO, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-
 from refit_client import RefitClient
+
 from refitd.agent.gate import AdmissionGate
 from refitd.agent.install import InstallAgent
 from refitd.agent.pull import Puller
@@ -108,16 +108,16 @@ class ReaderProcess:
         return timed(lambda: ctypes.memmove(self._copied.ctypes.data, self._plain.ctypes.data, size))
 
     def pull(self, version: int, verify: bool) -> float:
-        lease = self._session.acquire_lease(version, TIMEOUT)
+        lease = self._session.acquire_lease(TIMEOUT)
         try:
             manifest = self._session.manifest(version, TIMEOUT)
             return timed(lambda: self._puller.fetch(manifest, self._layout, self._buffers, TIMEOUT, verify=verify))
         finally:
-            self._session.release_lease(lease, TIMEOUT)
+            self._session.release_lease(lease.lease_id, TIMEOUT)
 
     def broadcast(self) -> float:
         dist.barrier()
-        return timed(lambda: [dist.broadcast(tensor.view(torch.int16), 0) for tensor in self._tensors.values()])
+        return timed(lambda: [dist.broadcast(tensor.view(torch.uint8), 0) for tensor in self._tensors.values()])
 
     def phases(self) -> dict[str, float]:
         return {name: value.total_seconds() for name, value in self._agent.status.report.timings.items()}
@@ -234,7 +234,7 @@ def rounds(
         reader.start("broadcast")
         dist.barrier()
         for tensor in source.values():
-            dist.broadcast(tensor.view(torch.int16), 0)
+            dist.broadcast(tensor.view(torch.uint8), 0)
         once["gloo broadcast"] = reader.reply()
         started = time.perf_counter()
         served.publish(source, step=number, timeout=TIMEOUT, wait="served")
@@ -260,14 +260,16 @@ def show(found: list[Measurement], publish: dict[str, float], install: dict[str,
 
     bound = found[0].median
     table = Table(title=f"{size / 2**30:g} GiB in {NUM_TENSORS} tensors, two processes, medians")
-    for name in ("what", "seconds", "spread", "GB/s", "of memcpy", ""):
-        table.add_column(name, justify="left" if name in ("what", "") else "right")
+    for name in ("what", "seconds", "spread", "GB/s", "of memcpy"):
+        table.add_column(name, justify="left" if name == "what" else "right", no_wrap=True)
     for item in found:
         spread = f"{min(item.seconds):.3f}-{max(item.seconds):.3f}"
         rate = size / item.median / 1e9
-        table.add_row(item.name, f"{item.median:.3f}", spread, f"{rate:.2f}", f"{bound / item.median:.2f}", item.of)
+        table.add_row(item.name, f"{item.median:.3f}", spread, f"{rate:.2f}", f"{bound / item.median:.2f}")
     console = Console()
     console.print(table)
+    for item in found:
+        console.print(f"{item.name}: {item.of}", style="dim", highlight=False)
     for title, phases in (("publish", publish), ("install", install)):
         console.print(
             f"{title}: " + ", ".join(f"{name} {value:.4f}" for name, value in phases.items()), highlight=False

@@ -108,6 +108,12 @@ def test_a_rank_frozen_between_decision_and_gather_is_named_and_nothing_is_gathe
     assert [answer["result"]["count"] for answer in publish_all(ranks, step=2)] == [1, 1]
 
 
+def test_without_the_confirmation_the_same_freeze_ends_in_a_stuck_collective(start: Start) -> None:
+    ranks = start(without="confirm")
+    ranks[1].tell(step=1, timeout=TIMEOUT, hooks={"decided": "stop"})
+    failed(ranks[0].publish(step=1, timeout=TIMEOUT), "COLLECTIVE_STUCK", 1)
+
+
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_rank_frozen_in_the_gather_is_named_and_the_stuck_one_is_poisoned(
     daemon: DaemonProcess, start: Start, frozen: int

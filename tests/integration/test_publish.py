@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from refitd.domain.errors import (
     VersionExists,
     VersionNotFound,
 )
+from refitd.domain.layout import Layout
+from refitd.source.mapping import MappingSource
 
 SOON = timedelta(seconds=30)
 
@@ -268,6 +271,21 @@ def test_one_name_with_two_shapes_is_refused_on_both(clients: Clients) -> None:
     errors = clients.publish(clients.group(2), [{"w": torch.ones(4)}, {"w": torch.ones(5)}], 1)
     assert {type(error) for error in errors} == {Invalid}
     assert {error.subject["tensor"] for error in errors} == {"w"}
+
+
+class DoubledNames(MappingSource):
+    """A source with a defect: two tensors of one name."""
+
+    def layout(self) -> Layout:
+        layout = super().layout()
+        return replace(layout, tensors=(layout.tensors[0], *layout.tensors[:-1]))
+
+
+def test_doubled_names_are_refused_on_both(clients: Clients) -> None:
+    tensors = {"a": torch.ones(4), "b": torch.ones(4)}
+    errors = clients.publish(clients.group(2), [DoubledNames(tensors), tensors], 1)
+    assert {type(error) for error in errors} == {Invalid}
+    assert {(error.subject["tensor"], error.subject["rank"]) for error in errors} == {("a", "0")}
 
 
 def test_a_changed_tensor_set_needs_to_be_said(clients: Clients) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from refit_client import RefitClient
 
 TIMEOUT = 60

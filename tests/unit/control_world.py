@@ -72,12 +72,6 @@ async def settle(rounds: int = 40) -> None:
         await asyncio.sleep(0)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for worker threads (placements, layouts) without a fixed time; the test's own timeout bounds it."""
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 def whole(*names: str, size: int = 8, dtype: str = "float32") -> Layout:
     """A rank that holds every named tensor whole."""
     tensors = tuple(Tensor(name, (size,), dtype) for name in names)

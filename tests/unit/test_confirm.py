@@ -1,3 +1,5 @@
+"""In-band confirmation and the watched gather: one verdict for all ranks, absent and stuck ranks named."""
+
 from __future__ import annotations
 
 import asyncio

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from refitd.control import commands as c
 from refitd.control.codec import decode, encode
+from refitd.control.limits import Limits
 from refitd.control.records import AttemptRecord, VersionRecord, key
 from refitd.domain.agent import Agent, ReplicaReport, ReplicaState, Role, TrainerInfo
 from refitd.domain.errors import Problem, Unavailable, Unsupported
@@ -101,6 +102,25 @@ def test_a_failed_commit_is_fatal_and_nothing_is_answered_after_it() -> None:
         for work in (world.control.status(c.GetStatusRequest()), world.observer(), trainer.prepare(2)):
             assert "lost its store" in str(await error_of(work))
         assert isinstance(await error_of(world.control.stop()), Unavailable)
+
+    asyncio.run(main())
+
+
+def test_a_failed_compaction_is_fatal_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        world = World(lambda: SqliteStore(tmp_path / "state.db"), limits=Limits(max_kept_events=0))
+        await world.start()
+        assert isinstance(world.store, SqliteStore)
+        await world.observer()
+
+        def broken(keep: int) -> int:
+            raise OSError("disk full")
+
+        world.store._drop_events = broken  # type: ignore[method-assign]
+        assert isinstance(await error_of(world.control.sweep()), Unavailable)
+        assert len(world.fatal) == 1
+        assert "lost its store" in str(await error_of(world.observer("o2")))
+        world.store.close()
 
     asyncio.run(main())
 
@@ -190,6 +210,7 @@ def test_sealed_versions_survive_sigkill_and_watchers_have_no_gap(tmp_path: Path
         await stream.aclose()
         assert told[:newest] == list(range(1, newest + 1))
         trainer = await world.trainer()
+        world.votes[(trainer.run, 0)] = 10**6
         assert (await trainer.publish(10**6)).version > newest
 
     run_in(World(lambda: SqliteStore(path)), scenario)

@@ -19,7 +19,6 @@ from control_world import (
     rank_root,
     run_in,
     settle,
-    until,
     whole,
 )
 
@@ -210,12 +209,14 @@ def test_a_late_rank_joins_a_refused_attempt_also_after_a_restart() -> None:
     run_in(memory_world(), scenario)
 
 
-def test_a_sealed_request_is_answered_with_its_version_to_every_later_vote() -> None:
+def test_a_rank_that_alone_asks_for_a_sealed_request_again_is_answered_at_once() -> None:
     async def scenario(world: World) -> None:
-        trainer = await world.trainer()
-        sealed = await trainer.publish(1, request_id="r-1")
+        first, second = await world.trainers(2)
+        a, b = await gathered(first.prepare(1, request_id="r-1"), second.prepare(1, request_id="r-1"))
+        await gathered(first.stage(a), second.stage(b))
+        sealed = await first.seal(a.version)
         await world.restart()
-        again = await trainer.prepare(1, request_id="r-1")
+        again = await second.prepare(1, request_id="r-1")
         assert (again.decision, again.version) == (DecisionKind.SEALED, sealed.version)
 
     run_in(memory_world(), scenario)
@@ -437,6 +438,5 @@ def test_layout_hashes_are_checked_against_the_vote_at_stage() -> None:
         decided = await trainer.prepare(1)
         error = await error_of(trainer.stage(decided, rank_root(1), layout_hash=layout_hash(whole("other"))))
         assert isinstance(error, Invalid)
-        await until(lambda: True)
 
     run_in(memory_world(), scenario)

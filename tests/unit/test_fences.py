@@ -1,3 +1,5 @@
+"""The lock table of storage: compatibility, fairness, tokens, and what an error at the deadline says."""
+
 from __future__ import annotations
 
 import os

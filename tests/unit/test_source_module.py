@@ -1,3 +1,5 @@
+"""Plain state dicts and modules as sources: what is described in place, and what is refused by name."""
+
 from __future__ import annotations
 
 import ctypes

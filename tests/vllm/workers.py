@@ -1,4 +1,4 @@
-"""Workers of engine tests: they pull from files instead of arenas, and may be told to break."""
+"""Workers of engine tests: some pull from files instead of arenas, some are told to break."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from refitd.engine.base import StageReport
 from refitd.engine.module import tensor_views
 
 
-def fetch_checkpoint(manifest, destination, buffers, timeout) -> StageReport:
+def fetch_file(manifest, destination, buffers, timeout) -> StageReport:
     tensors = load_file(manifest.version.metadata["path"])
     for name, view in tensor_views(destination, buffers[0].owner).items():
         view.copy_(tensors[name])
     return StageReport(destination.num_bytes, "file", "test")
 
 
-class CheckpointWorker(RefitWorker):
-    def _refitd_new_fetch(self):
-        return fetch_checkpoint
-
-
-class _Breaking(dict):
+class _BrokenTensors(dict):
     """Gives half of its tensors, then fails, as a broken device copy would."""
 
     def __getitem__(self, name):
@@ -31,11 +26,25 @@ class _Breaking(dict):
         return super().__getitem__(name)
 
 
-class BreakingWorker(CheckpointWorker):
-    """Breaks the commit of every version numbered 2, on the last rank only."""
+class BreakingPullWorker(RefitWorker):
+    """Pulls for real, and breaks the commit of every version numbered 2, on the last rank only."""
 
     def _refitd_tensors(self, staging):
         last = self.vllm_config.parallel_config.world_size - 1
         if staging.version == 2 and self.rank == last:
-            return _Breaking(staging.tensors)
+            return _BrokenTensors(staging.tensors)
         return staging.tensors
+
+
+class CheckpointWorker(RefitWorker):
+    """Pulls from files."""
+
+    def _refitd_new_fetch(self):
+        return fetch_file
+
+
+class BreakingWorker(BreakingPullWorker):
+    """Pulls from files, and breaks likewise."""
+
+    def _refitd_new_fetch(self):
+        return fetch_file

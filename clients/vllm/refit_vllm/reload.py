@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 
+from refit_vllm.compat import is_deferred_attention_layer
 from refit_vllm.wire import Touched
 from refitd.domain.errors import Incomplete, Invalid, RefitError
 from refitd.domain.layout import Tensor
@@ -198,8 +199,6 @@ def _loadable_on_meta(model: nn.Module) -> Iterator[dict[str, tuple[torch.Tensor
     Yields qualified name -> (stand-in, id of the live tensor) for all that a version must fill: parameters, and
     persistent floating-point buffers outside attention (whose scales vLLM sets by itself).
     """
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-
     saved = _snapshot(model)
     owned: dict[str, tuple[torch.Tensor, int]] = {}
     keep: list[object] = []
@@ -287,6 +286,8 @@ def install(model: nn.Module, config: VllmConfig, tensors: Mapping[str, torch.Te
         for layer in model.modules():
             get_layerwise_info(layer).reset()
         _restore(saved)
+        if hasattr(model, "_original_do_torchao_reload"):  # switched off for the duration by vLLM
+            model._do_torchao_reload = model._original_do_torchao_reload
         raise Touched from error
 
 
@@ -310,8 +311,6 @@ def _check_loaded(model: nn.Module, loaded: frozenset[str], coverage: Coverage) 
 
 
 def _pending(layer: nn.Module) -> bool:
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-
     info = get_layerwise_info(layer)
     return bool(info.can_load() and info.load_numel_total and not is_deferred_attention_layer(layer))
 

@@ -15,7 +15,7 @@ from refit_vllm.drivers import AsyncDriver, Driver, PauseMode, SyncDriver
 from refit_vllm.engine import VllmEngine
 from refitd.agent.gate import AdmissionGate, ClosedFor
 from refitd.agent.install import EngineSession, InstallAgent, InstallTimeouts, ReplicaStatus
-from refitd.domain.errors import Invalid
+from refitd.domain.errors import Invalid, Unsupported
 
 WORKER = "refit_vllm.worker.RefitWorker"
 
@@ -110,6 +110,7 @@ def attach(
 
     Raises:
         Invalid: the engine was not built with `engine_args()`, or an AsyncLLM is attached outside its loop.
+        Unsupported: data parallelism inside one engine, EPLB, or a model that does not generate.
     """
     from refitd.agent.replica import connect_replica
 
@@ -139,7 +140,7 @@ def attach_session(
     warn_if_untested()
     is_async = asyncio.iscoroutinefunction(getattr(llm, "add_request", None))
     config = llm.vllm_config if is_async else llm.llm_engine.vllm_config
-    _check_worker(config.parallel_config.worker_extension_cls)
+    _check_engine(config)
     gate = AdmissionGate(wait=request_wait)
     driver: Driver
     if is_async:
@@ -168,10 +169,30 @@ def _running_loop() -> asyncio.AbstractEventLoop:
         ) from None
 
 
-def _check_worker(qualified: str) -> None:
-    """A worker without the extension would raise at the first call, and put the ranks' answers out of step for ever."""
+def _check_engine(config: Any) -> None:
+    """Refuses engines that can't be kept whole, before anything is asked of them.
+
+    A worker without the extension would raise at the first call, and put the ranks' answers out of step for ever.
+    """
     from refit_vllm.worker import RefitWorker
 
+    parallel = config.parallel_config
+    if config.model_config.runner_type != "generate":
+        raise Unsupported(
+            f"the engine's runner is {config.model_config.runner_type!r}, and the probe needs one that generates",
+            advice="use ModuleEngine for models that do not generate",
+        )
+    if parallel.data_parallel_size > 1:
+        raise Unsupported(
+            f"data_parallel_size is {parallel.data_parallel_size}, and vLLM returns the answers of one of them only",
+            advice="run one engine per data-parallel rank, each a replica of its own",
+        )
+    if getattr(parallel, "enable_eplb", False):
+        raise Unsupported(
+            "vLLM's loader uses the first placement of experts, so that EPLB's would get others' weights",
+            advice="switch enable_eplb off",
+        )
+    qualified = parallel.worker_extension_cls
     module, _, name = qualified.rpartition(".")
     found = getattr(importlib.import_module(module), name, None) if module else None
     if not (isinstance(found, type) and issubclass(found, RefitWorker)):

@@ -1,9 +1,9 @@
 """The part of refitd that lives inside every vLLM worker: `worker_extension_cls="refit_vllm.worker.RefitWorker"`.
 
 vLLM mixes the class into its Worker; `refit_vllm.engine` calls the methods by collective_rpc. A version is pulled by a
-thread of the worker into host memory, so that the RPC loop, and with it the scheduler, is never held up; the model is
-touched by `refitd_commit` alone. No method raises (see `refit_vllm.wire.answered`). It knows nothing of the daemon's
-state machine: what to pull it is told.
+thread of the worker into host memory (the whole checkpoint in each worker: vLLM's loaders cut it for their rank), so
+that the RPC loop, and with it the scheduler, is never held up; the model is touched by `refitd_commit` alone. No method
+raises (see `refit_vllm.wire.answered`). It knows nothing of the daemon's state machine: what to pull it is told.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class RefitWorker:
     # Provided by vLLM's Worker.
     if TYPE_CHECKING:
         rank: int
+        device: torch.device
         vllm_config: Any
         model_runner: Any
 
@@ -213,9 +214,13 @@ class RefitWorker:
         try:
             layout = whole_tensors(manifest_tensors(manifest))
             num_bytes = layout.buffer_bytes[0]
+            on_gpu = torch.cuda.is_available()
+            if on_gpu:
+                # A thread starts on device 0, and would open a context there on behalf of every rank.
+                torch.cuda.set_device(self.device)
             if state.storage.numel() < num_bytes:
                 # Pinned for GPUs: the loaders' copies to the device then run at full speed.
-                state.storage = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+                state.storage = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
             if state.fetch is None:
                 state.fetch = self._refitd_new_fetch()
             buffer = Buffer(state.storage.data_ptr(), num_bytes, "cpu", state.storage)
