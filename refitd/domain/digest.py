@@ -37,7 +37,7 @@ def lane_salt(name: str) -> int:
 
 
 def root_salt(name: str) -> int:
-    """Odd 64-bit factor of a tensor's digest inside a root: bytes 8..16 of SHA-256 of its name, with the low bit set."""
+    """Odd 64-bit factor of a tensor's digest in a root: bytes 8..16 of SHA-256 of its name, with the low bit set."""
     return int.from_bytes(_sha(name)[8:16], "little") | 1
 
 

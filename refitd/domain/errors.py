@@ -209,7 +209,7 @@ class Deadline(RefitError):
 
 
 class CollectiveStuck(RefitError):
-    """The trainer's own collective did not finish; the ranks that had not arrived are named. The session is poisoned."""
+    """The trainer's own collective did not finish; ranks that had not arrived are named. The session is poisoned."""
 
     reason, code = "COLLECTIVE_STUCK", "ABORTED"
 

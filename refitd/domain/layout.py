@@ -49,8 +49,7 @@ class Box:
         """The common box, or None if no element is common."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(
-            min(a + m, b + n)
-            for a, m, b, n in zip(self.offset, self.extent, other.offset, other.extent, strict=True)
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.extent, other.offset, other.extent, strict=True)
         )
         if any(h <= a for a, h in zip(low, high, strict=True)):
             return None
@@ -101,13 +100,15 @@ def contiguous_strides(extent: tuple[int, ...], itemsize: int) -> tuple[int, ...
 
 
 def check_layout(layout: Layout) -> None:
-    """Raises `Invalid` naming the tensor if names are doubled, boxes leave their tensor, or bytes leave their buffer."""
+    """Raises `Invalid` naming the tensor: doubled names, boxes outside their tensor, bytes outside their buffer."""
     if len(layout.index) != len(layout.tensors):
         seen: set[str] = set()
         for tensor in layout.tensors:
             if tensor.name in seen:
                 raise Invalid(
-                    f"tensor name {tensor.name!r} occurs twice", advice="give every tensor its own name", tensor=tensor.name
+                    f"tensor name {tensor.name!r} occurs twice",
+                    advice="give every tensor its own name",
+                    tensor=tensor.name,
                 )
             seen.add(tensor.name)
     for tensor in layout.tensors:

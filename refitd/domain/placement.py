@@ -58,8 +58,8 @@ def place(layout_hashes: Sequence[str], layouts: Mapping[str, Layout]) -> Placem
 
     Raises:
         Invalid: two ranks give one name different shapes or dtypes, or a rank lists one box twice.
-        Incomplete: some element of a tensor is held by no rank, or boxes of different ranks overlap without being equal;
-            tensor and ranks are named.
+        Incomplete: some element of a tensor is held by no rank, or boxes of different ranks overlap without being
+            equal; tensor and ranks are named.
     """
     tensors: dict[str, tuple[Tensor, int]] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
@@ -95,9 +95,7 @@ def place(layout_hashes: Sequence[str], layouts: Mapping[str, Layout]) -> Placem
             )
         )
     ordered = tuple(tensors[name][0] for name in sorted(tensors))
-    return Placement(
-        placement_id(layout_hashes), tuple(members), tuple(rank_placements), ordered, schema_hash(ordered)
-    )
+    return Placement(placement_id(layout_hashes), tuple(members), tuple(rank_placements), ordered, schema_hash(ordered))
 
 
 def _keepers(

@@ -1,4 +1,7 @@
-"""How an inference engine takes a version. `refitd.agent.install` drives an engine; an engine knows nothing of the daemon."""
+"""How an inference engine takes a version.
+
+`refitd.agent.install` drives an engine; an engine knows nothing of the daemon.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ class StageReport:
 
 
 class Engine(Protocol):
-    """One replica, with all of its ranks. Calls come from one thread, in the order below; each blocks up to `timeout`."""
+    """One replica, with all of its ranks. Calls come from one thread, in the order below, and block up to `timeout`."""
 
     @property
     def kind(self) -> str:
@@ -51,7 +54,10 @@ class Engine(Protocol):
         ...
 
     def commit(self, version: int, timeout: timedelta) -> None:
-        """Installs the staged version on all ranks, derived state included. Raises `Tainted` if the model may be mixed."""
+        """Installs the staged version on all ranks, derived state included. Raises `Tainted` if the model may be mixed.
+
+        Addresses of parameters stay.
+        """
         ...
 
     def reset_caches(self, timeout: timedelta) -> None:

@@ -1,6 +1,7 @@
 """How a trainer yields weights.
 
-`refitd.agent.publish` drives a source; a source knows the framework it reads and nothing of daemons, versions or fences.
+`refitd.agent.publish` drives a source; a source knows the framework it reads, and nothing of daemons, versions or
+fences.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ class WeightSource(Protocol):
         ...
 
     def layout(self) -> Layout:
-        """What this rank holds and where, in canonical names. Local; cheap when nothing changed; equal objects for equal
-        structure. Raises `RefitError` if the model cannot be described."""
+        """What this rank holds and where, in canonical names. Local; cheap when nothing changed.
+
+        Equal structure gives equal objects. Raises `RefitError` if the model cannot be described.
+        """
         ...
 
     def buffers(self) -> Sequence[Buffer]:
@@ -33,14 +36,17 @@ class WeightSource(Protocol):
     def check(self) -> tuple[GatherNeed, str]:
         """Local checks before anything is agreed: residency by storage size, open accumulation, unsupported modes.
 
-        Returns the need of a gather, and why none is needed ("" if needed). Raises `RefitError` (PARAMS_OFFLOADED, ...),
-        which the publish turns into a refusal on all ranks alike.
+        Returns the need of a gather, and why none is needed ("" if needed). Raises `RefitError` (PARAMS_OFFLOADED,
+        ...), which the publish turns into a refusal on all ranks alike.
         """
         ...
 
     def gather(self) -> None:
-        """Makes every byte of `buffers()` fresh on this rank. Collective over the trainer's ranks; blocks until the device
-        is done (waits on an event, not on the device). Called under no_grad, possibly in a worker thread."""
+        """Makes every byte of `buffers()` fresh on this rank. Collective over the trainer's ranks.
+
+        Blocks until the device is done (waits on an event, not on the device). Called under no_grad, possibly in a
+        worker thread.
+        """
         ...
 
     def evidence(self) -> Evidence:

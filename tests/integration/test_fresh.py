@@ -1,7 +1,7 @@
-"""Fresh, end to end: real Megatron-Core ranks publish through a real daemon, and what is pulled is the synchronous gather.
+"""Fresh, end to end: real Megatron-Core ranks publish through a real daemon; what is pulled is a synchronous gather.
 
-The rank script also shows the mechanism off: without the forced gather the same bytes are refused, and a naive export of
-one rank's copy is wrong.
+The rank script also shows the mechanism off: without the forced gather the same bytes are refused, and a naive export
+of one rank's copy is wrong.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
 from refit_client import RefitClient, RefitError
 from refit_megatron import MegatronSource
+
 from refitd.domain.version import Evidence, GatherNeed
 from tests.megatron import assemble, trainer  # before megatron.core
 
