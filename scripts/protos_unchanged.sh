@@ -1,13 +1,18 @@
 #!/usr/bin/env bash
-# Regenerates the stubs and fails if any differs from what lies in refitd/v1.
+# Generates the stubs anew, in a scratch directory, and fails if any differs from what lies in refitd/v1.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-before=$(mktemp -d)
-trap 'rm -rf "$before"' EXIT
-cp refitd/v1/*_pb2* "$before/"
-protos/generate.sh
-for file in refitd/v1/*_pb2*; do
-  cmp -s "$file" "$before/$(basename "$file")" || { echo "$file was not what protos/ gives; it is regenerated now" >&2; exit 1; }
-done
-[ "$(ls refitd/v1/*_pb2* | wc -l)" = "$(ls "$before" | wc -l)" ] || { echo "refitd/v1 held other files than protos/ gives" >&2; exit 1; }
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+mkdir -p .venv-protos "$scratch/refitd/v1"
+ln -s "$PWD/.venv-protos" "$scratch/.venv-protos"
+cp -r protos "$scratch/protos"
+"$scratch/protos/generate.sh"
+if ! diff -q <(cd "$scratch/refitd/v1" && cksum *_pb2*) <(cd refitd/v1 && cksum *_pb2*) >/dev/null; then
+  for file in "$scratch"/refitd/v1/*_pb2*; do
+    cmp -s "$file" "refitd/v1/$(basename "$file")" || echo "refitd/v1/$(basename "$file") is not what protos/ gives" >&2
+  done
+  echo "run: make protos" >&2
+  exit 1
+fi
 echo "protos: the stubs are what protos/ gives"

@@ -183,7 +183,7 @@ class ResponseHeader(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
-    """Revision of the store after this call; grows by one with every committed command and never goes back."""
+    """Revision of the store after this call; grows with every committed command and never goes back."""
     term: _builtins.int
     """Counts the starts of the daemon on this store; grows with every start."""
     def __init__(

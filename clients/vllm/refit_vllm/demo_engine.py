@@ -71,6 +71,9 @@ def run(options: Options, stream: TextIO) -> None:
     emit(stream, Progressed("engine", f"vLLM {vllm.__version__} builds its engine, without weights"))
     llm = build(options)
     prompt = read_prompt(options)
+    # Kernels are compiled at the first use, for up to half a minute; not while the first version is being installed.
+    emit(stream, Progressed("engine", f"vLLM {vllm.__version__} compiles its kernels"))
+    ask(llm, prompt)
     replica = attach(llm, server=options.server, model=options.model, replica=REPLICA)
     reader = VersionReader(options.server, options.model)
     try:
