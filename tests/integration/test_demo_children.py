@@ -40,7 +40,7 @@ def test_children_report_in_lines_and_end_with_the_supervisor(tmp_path: Path) ->
 
 def test_grandchildren_end_as_well_also_those_that_left_the_group(tmp_path: Path) -> None:
     grandchild = (
-        "import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', 'input()'], stdin=subprocess.PIPE,"
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'],"
     )
     with Supervisor(tmp_path) as supervisor:
         supervisor.start("in", child(f"{grandchild} stdout=2); print('up', flush=True); input()"))
@@ -85,7 +85,7 @@ def test_children_die_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     code = (
         "import os, sys, time\nfrom pathlib import Path\nfrom refitd.demo.supervisor import Supervisor, marked\n"
         f"s = Supervisor(Path({str(tmp_path)!r}))\n"
-        "s.start('one', [sys.executable, '-S', '-c', 'input()'])\n"
+        "s.start('one', [sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
         "while len(marked(s.mark)) < 1: time.sleep(0.01)\n"
         f"Path({str(pids)!r}).write_text(s.mark)\n"
         "time.sleep(60)\n"

@@ -6,7 +6,7 @@ import gc
 import json
 import sys
 
-from tiny import llm_args, measure
+from tiny import llm_args, measure, unlink_segments
 
 
 def main() -> None:
@@ -17,6 +17,7 @@ def main() -> None:
     for path in paths:
         llm = LLM(**llm_args(path, int(tp)))
         found[path] = measure(llm)
+        unlink_segments()
         del llm
         gc.collect()
     print("RESULT", json.dumps(found), flush=True)

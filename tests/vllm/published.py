@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
-from tiny import PROMPTS, build, llm_args, measure, prompts, sampling, weights
+from tiny import PROMPTS, build, llm_args, measure, prompts, sampling, unlink_segments, weights
 
 MODEL = "policy"
 
@@ -46,6 +46,7 @@ def main() -> None:
         return measure(llm)
 
     out["one"] = serve(one, 1)
+    unlink_segments()
     client.publish(weights(two), 2)
     until(lambda: replica.status.report.state == "tainted", lambda: replica.status)
     problem = replica.status.report.problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -83,6 +84,32 @@ def sampling(max_tokens: int, **more):
 
 def prompts(sequences: list[list[int]]) -> list[dict[str, list[int]]]:
     return [{"prompt_token_ids": sequence} for sequence in sequences]
+
+
+def unlink_segments() -> None:
+    """Removes the names of shared memory that vLLM's CPU workers below this process map; vLLM leaves them behind.
+
+    Call it once the engine is up: the workers keep their mappings.
+    """
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    below, last = {os.getpid()}, 0
+    while len(below) != last:
+        last = len(below)
+        below |= {pid for pid, parent in parents.items() if parent in below}
+    for pid in below:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue
+        for line in maps.splitlines():
+            if "/dev/shm/vllm_dist_" in line and not line.endswith("(deleted)"):
+                Path(line[line.index("/dev/shm/") :]).unlink(missing_ok=True)
 
 
 def llm_args(path: Path, tp: int, **more) -> dict:
