@@ -12,9 +12,10 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
+from refitd.agent import arguments
 from refitd.agent.confirm import GatherPhase
 from refitd.agent.connection import Connection
 from refitd.agent.countdown import Countdown
@@ -69,7 +70,7 @@ class PublishRequest:
     step: int
     timeout: timedelta
     request_id: str = ""
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] | None = None
     schema_change: bool = False
     mode: str = "snapshot"
     gather: str = "auto"
@@ -186,7 +187,7 @@ class Publisher:
         """Everything that can fail on one rank alone, before any agreement; a failure is this rank's refusal."""
         try:
             self._poison.check()
-            _check_arguments(a.request)
+            a.request = _checked(a.request)
             with a.phases("layout"):
                 a.source = a.request.source()
                 a.layout = a.source.layout()
@@ -211,12 +212,13 @@ class Publisher:
 
     def _vote(self, a: _Attempt, refusal: Problem | None) -> pb.PrepareResponse:
         """Blocks until the daemon decided for all ranks."""
+        said = a.request if refusal is None else _sendable(a.request)
         request = pb.PrepareRequest(
             model=self._model, run=self._run, rank=self._rank, world_size=self._trainer.world_size,
-            vote_id=a.vote_id, request_id=a.request.request_id, step=a.request.step,
+            vote_id=a.vote_id, request_id=said.request_id, step=said.step,
             gather_need=convert.gather_need_to_proto(a.need), layout_hash=a.layout_hash,
-            hand_out=convert.hand_out_to_proto(HandOut.SNAPSHOT), schema_change=a.request.schema_change,
-            capacity=self._capacity, metadata=a.request.metadata,
+            hand_out=convert.hand_out_to_proto(HandOut.SNAPSHOT), schema_change=said.schema_change,
+            capacity=self._capacity, metadata=said.metadata,
         )  # fmt: skip
         limit = a.work.part(VOTE_SHARE, at_most=a.request.timeout)
         if refusal is not None:
@@ -378,8 +380,8 @@ class Publisher:
         raise first.to_error() from failure
 
 
-def _check_arguments(request: PublishRequest) -> None:
-    """Raises `Unsupported` or `Invalid` for what no rank can do."""
+def _checked(request: PublishRequest) -> PublishRequest:
+    """The request with plain ints and dicts. Raises `Unsupported` or `Invalid` for what no rank can do."""
     if request.mode != "snapshot":
         raise Unsupported(f'mode="{request.mode}" is not built yet', advice='use mode="snapshot"')
     if request.gather != "auto":
@@ -392,5 +394,21 @@ def _check_arguments(request: PublishRequest) -> None:
         raise Invalid(f"wait={request.wait!r}", advice='use "sealed" or "served"', field="wait")
     if request.on_unavailable not in ("raise", "skip"):
         raise Invalid(f"on_unavailable={request.on_unavailable!r}", advice='use "raise" or "skip"')
-    if not 0 <= request.step < 1 << 63:
-        raise Invalid(f"step {request.step} is not between 0 and 2**63", field="step")
+    least = request.min_replicas
+    return replace(
+        request,
+        step=arguments.whole_number("step", request.step, 0),
+        request_id=arguments.text("request_id", request.request_id or ""),
+        metadata=arguments.text_map("metadata", request.metadata),
+        schema_change=arguments.flag("schema_change", request.schema_change),
+        min_replicas=None if least is None else arguments.whole_number("min_replicas", least, 0),
+    )
+
+
+def _sendable(request: PublishRequest) -> PublishRequest:
+    """For the vote of a rank that refuses its own arguments: what cannot be sent is left out."""
+    said = replace(request, step=0, request_id="", metadata={}, schema_change=False)
+    for name in ("step", "request_id", "schema_change"):
+        with suppress(RefitError):
+            said = replace(said, **{name: getattr(_checked(replace(said, **{name: getattr(request, name)})), name)})
+    return said

@@ -94,8 +94,7 @@ class ReplicaSession:
         except LeaseExpired:
             self._session.forget(agent_id)
             raise
-        # Without a pin the daemon names the newest, and what was heard of is never newer than that.
-        return Lease(reply.lease_id, reply.version, pinned=reply.version < self._target.version)
+        return Lease(reply.lease_id, reply.version, pinned=reply.pinned)
 
     def release_lease(self, lease_id: str, timeout: timedelta) -> None:
         request = agents_pb2.ReleaseLeaseRequest(lease_id=lease_id)

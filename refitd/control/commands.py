@@ -300,6 +300,7 @@ class AcquireLeaseResponse:
     header: Header
     lease_id: str
     version: int
+    pinned: bool
 
 
 @dataclass(frozen=True)

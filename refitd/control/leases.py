@@ -33,8 +33,11 @@ class Leases:
         self._limits = limits
         self._new_id = new_id
 
-    def acquire(self, agent_id: str, model_name: str, version: int) -> Lease:
-        """A lease on `version`, or on the agent's target if it is 0. Raises `VersionNotFound` unless it is sealed."""
+    def acquire(self, agent_id: str, model_name: str, version: int) -> tuple[Lease, bool]:
+        """A lease on `version`, or on the agent's target if it is 0, and whether a pin is what chose the target.
+
+        Raises `VersionNotFound` unless the version is sealed.
+        """
         agent = self._membership.alive(agent_id)
         if agent.model != model_name:
             raise Invalid(
@@ -66,7 +69,7 @@ class Leases:
         transaction = self._journal.begin(self._state)
         transaction.put_lease(lease)
         self._journal.commit(transaction)
-        return lease
+        return lease, not version and self._installs.pinned(agent)
 
     def release(self, lease_id: str) -> None:
         """Frees a lease; one that is not known is free already (it was released before, or its agent ended)."""

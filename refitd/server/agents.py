@@ -37,7 +37,10 @@ class AgentServicer:
             c.AcquireLeaseRequest(request.agent_id, request.model, request.version)
         )
         return pb.AcquireLeaseResponse(
-            header=convert.header(answer.header), lease_id=answer.lease_id, version=answer.version
+            header=convert.header(answer.header),
+            lease_id=answer.lease_id,
+            version=answer.version,
+            pinned=answer.pinned,
         )
 
     async def release_lease(self, request: pb.ReleaseLeaseRequest, context: Context) -> pb.ReleaseLeaseResponse:

@@ -221,8 +221,11 @@ class AcquireLeaseResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     version: _builtins.int
+    pinned: _builtins.bool
+    """Version 0 was asked for, and a pin chose this one: it may be older than what is installed."""
     @_builtins.property
     def header(self) -> _types_pb2.ResponseHeader: ...
     def __init__(
@@ -231,10 +234,11 @@ class AcquireLeaseResponse(_message.Message):
         header: _types_pb2.ResponseHeader | None = ...,
         lease_id: _builtins.str = ...,
         version: _builtins.int = ...,
+        pinned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "lease_id", b"lease_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "lease_id", b"lease_id", "pinned", b"pinned", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -118,7 +118,7 @@ class SyncDriver:
             for owner, name in ((self._llm, "reset_mm_cache"), (self._llm.llm_engine, "reset_encoder_cache")):
                 if hasattr(owner, name):
                     getattr(owner, name)()
-            return bool(done)
+            return done is True  # an unsupported call may answer with anything else
 
         return self._in_turn(reset, timeout)
 
@@ -185,7 +185,7 @@ class AsyncDriver:
             for name in ("reset_mm_cache", "reset_encoder_cache"):
                 if hasattr(self._llm, name):
                     await getattr(self._llm, name)()
-            return bool(done)
+            return done is True  # an unsupported call may answer with anything else
 
         return self._run(reset, timeout)
 
