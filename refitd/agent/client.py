@@ -19,7 +19,7 @@ from refitd.agent.arena import HostArena
 from refitd.agent.confirm import ConfirmRegister
 from refitd.agent.connection import Connection
 from refitd.agent.countdown import Countdown
-from refitd.agent.endpoint import LOWEST_RANK, Confirmer, Endpoint
+from refitd.agent.endpoint import LOWEST_RANK, Confirmer, Endpoint, run_proof
 from refitd.agent.gather import Poison
 from refitd.agent.outcome import Result
 from refitd.agent.publish import Publisher, PublishRequest
@@ -34,6 +34,7 @@ from refitd.domain.agent import TrainerInfo
 from refitd.domain.errors import Invalid
 from refitd.domain.version import Evidence, Run, Version
 from refitd.rpc import convert
+from refitd.rpc.channel import TokenFile
 from refitd.transport.keeper_client import DEFAULT_KEEPER
 from refitd.v1 import admin_pb2, versions_pb2
 
@@ -127,6 +128,7 @@ class RefitClient:
         self._arena: HostArena | None = None
         self._reader: Reader | None = None
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
+        self._token = TokenFile(settings.token_file) if settings.token_file else None
         self._connection = Connection(settings.server, token_file=settings.token_file, ca=settings.ca)
 
     def publish(
@@ -298,14 +300,16 @@ class RefitClient:
             if self._publisher is not None:
                 return self._publisher
             run = self._agreed_run(timeout)
-            register = None
+            register, proof = None, run_proof(self._token, run.id)
+            proof()  # a token that cannot be read is said here, and not in the middle of a gather
             if self._world_size > 1 and self._rank == LOWEST_RANK:
                 register = ConfirmRegister(run.id, self._world_size)
-                self._endpoint = Endpoint(register, self._advertise_host)
+                self._endpoint = Endpoint(register, self._advertise_host, proof)
                 tell_endpoint(run.id, self._endpoint.address)
             self._confirmer = Confirmer(
-                run.id, self._rank, endpoint=self._endpoint, register=register, find=lambda: find_endpoint(run.id)
-            )
+                run.id, self._rank, endpoint=self._endpoint, register=register, find=lambda: find_endpoint(run.id),
+                proof=proof,
+            )  # fmt: skip
             address = self._endpoint.address if self._endpoint is not None else ""
             trainer = TrainerInfo(run, self._rank, self._world_size, address)
             self._trainer_session = Session(self._connection, self.model, trainer)

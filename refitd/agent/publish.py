@@ -29,6 +29,7 @@ from refitd.agent.snapshot import RankShares, Snapshots, Staged
 from refitd.domain.agent import TrainerInfo
 from refitd.domain.errors import (
     CollectiveStuck,
+    Deadline,
     EvidenceTooWeak,
     Internal,
     Invalid,
@@ -53,6 +54,7 @@ VOTE_SHARE = 0.6
 # In-band confirmation takes milliseconds; this is how long a rank waits for one whose answer does not come.
 CONFIRM_SHARE, CONFIRM_MOST = 0.4, timedelta(seconds=30)
 POISONED_VOTE = timedelta(seconds=2)
+INTERRUPTED = timedelta(seconds=1)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class PublishRequest:
         source: Gives the weights; called once, in the publishing thread, so that its failure is voted like any other.
         timeout: Of the whole call.
         wait: "sealed", or "served": until `min_replicas` (None: all that live, at least one) serve this version.
-        on_unavailable: "skip": an unreachable daemon is no error as long as nothing was gathered; the result is None.
+        on_unavailable: "skip": a dead or silent daemon is no error as long as nothing was gathered; the result is None.
     """
 
     source: Callable[[], WeightSource]
@@ -139,7 +141,7 @@ class Publisher:
     def publish(self, request: PublishRequest) -> Result | None:
         """Collective over the run's ranks: each must call it, with equal arguments. Blocks up to `request.timeout`.
 
-        Returns the sealed version; None only if the daemon is unreachable and `on_unavailable="skip"`.
+        Returns the sealed version; None only if the daemon is away, nothing was gathered and `on_unavailable="skip"`.
 
         Raises:
             RefitError: The same problem on all ranks (see the reasons in refitd.domain.errors). Nothing was sealed,
@@ -150,6 +152,10 @@ class Publisher:
             raise Invalid("another thread of this rank is publishing", advice="publish from one thread")
         try:
             return self._publish(attempt)
+        except RefitError as failure:
+            if request.on_unavailable == "skip" and not attempt.gathered and _daemon_is_away(failure):
+                return None
+            raise
         finally:
             if attempt.fence is not None:
                 attempt.fence.release()
@@ -157,13 +163,7 @@ class Publisher:
             self._busy.release()
 
     def _publish(self, a: _Attempt) -> Result | None:
-        refusal = self._prepare_locally(a)
-        try:
-            decision = self._vote(a, refusal)
-        except Unavailable:
-            if a.request.on_unavailable == "skip":
-                return None
-            raise
+        decision = self._vote(a, self._prepare_locally(a))
         kind = convert.decision_from_proto(decision.decision)
         if kind is DecisionKind.REFUSE:
             if "layout_hash" in decision.problem.subject:
@@ -191,9 +191,15 @@ class Publisher:
             with a.phases("layout"):
                 a.source = a.request.source()
                 a.layout = a.source.layout()
+                if not a.layout.tensors:
+                    raise Invalid(
+                        "the source has no tensors", advice="publish on every rank the tensors that it holds",
+                        field="source",
+                    )  # fmt: skip
                 a.layout_hash = self._layouts.put(a.layout, a.work)
             with a.phases("check"):
-                a.need, a.no_gather_reason = a.source.check()
+                need, a.no_gather_reason = a.source.check()
+                a.need = GatherNeed(need)
             with a.phases("fence"):
                 # The others may need the gather even if this rank does not.
                 use = FenceUse.REWRITE if a.source.collective else FenceUse.READ
@@ -241,6 +247,10 @@ class Publisher:
             if verdict == problem:
                 raise
             raise verdict.to_error() from failure
+        except BaseException as failure:  # Ctrl-C: this rank leaves, and the others need not wait to find that out
+            problem = problem_of(failure, self._rank, self._trainer.world_size)
+            self._confirmer.refuse(a.vote_id, problem, a.whole.part(1.0, at_most=INTERRUPTED))
+            raise
         if decision.confirm_key:
             self._confirmer.learn(decision.confirm_endpoint, decision.confirm_key, tuple(decision.vote_ids))
         return decision
@@ -316,6 +326,13 @@ class Publisher:
         assert a.source is not None
         assert a.layout is not None
         buffers = a.source.buffers()
+        sizes = tuple(buffer.num_bytes for buffer in buffers)
+        if sizes != a.layout.buffer_bytes:  # bytes of another structure must not be sealed under this layout
+            raise Invalid(
+                f"rank {self._rank}: the source gives {len(sizes)} buffers of {sum(sizes)} bytes, and its layout says "
+                f"{len(a.layout.buffer_bytes)} of {sum(a.layout.buffer_bytes)}",
+                advice="leave the weights' structure as it is until publish() returns", rank=self._rank,
+            )  # fmt: skip
         if decision.compare_with:  # this run sealed this step before: only equality is in question
             return self._snapshots.digest(a.layout, a.layout_hash, buffers, shares)
         return self._snapshots.copy(
@@ -407,8 +424,18 @@ def _checked(request: PublishRequest) -> PublishRequest:
 
 def _sendable(request: PublishRequest) -> PublishRequest:
     """For the vote of a rank that refuses its own arguments: what cannot be sent is left out."""
-    said = replace(request, step=0, request_id="", metadata={}, schema_change=False)
-    for name in ("step", "request_id", "schema_change"):
-        with suppress(RefitError):
-            said = replace(said, **{name: getattr(_checked(replace(said, **{name: getattr(request, name)})), name)})
+    said = replace(request, step=0, request_id="", metadata={}, schema_change=request.schema_change is True)
+    with suppress(Invalid):
+        said = replace(said, step=arguments.whole_number("step", request.step, 0))
+    with suppress(Invalid):
+        said = replace(said, request_id=arguments.text("request_id", request.request_id))
     return said
+
+
+def _daemon_is_away(failure: BaseException) -> bool:
+    """Whether the daemon was not reached, or took a call and was silent: nothing but that is excused by "skip"."""
+    if not isinstance(failure, RefitError):
+        return False
+    if isinstance(failure, Unavailable):
+        return "keeper" not in failure.subject
+    return isinstance(failure, Deadline) and "server" in failure.subject

@@ -15,7 +15,7 @@ from refitd.agent.connection import Backoff, Connection
 from refitd.agent.countdown import Countdown
 from refitd.agent.install import Lease, Target
 from refitd.agent.layouts import Layouts
-from refitd.agent.session import Session
+from refitd.agent.session import Session, is_final
 from refitd.config import load_client_settings
 from refitd.domain.agent import EngineInfo, ReplicaReport
 from refitd.domain.errors import Invalid, LeaseExpired, RefitError
@@ -67,7 +67,8 @@ class ReplicaSession:
         self._target = Target(0)
         self._registrations = 0
         self._closed = threading.Event()
-        self._session = Session(connection, model, engine)
+        # A refusal wakes the install, which meets it with its next lease and reports it as the replica's problem.
+        self._session = Session(connection, model, engine, refused=lambda: self._hear(0))
         self._session.add_listener(self._heard)
         self._session.add_registration_listener(self._registered)
         self._thread = threading.Thread(target=self._register, name=f"refitd-register-{engine.replica}", daemon=True)
@@ -146,7 +147,7 @@ class ReplicaSession:
                 self._session.agent_id(Countdown(REGISTER))
                 return
             except RefitError as error:
-                if not error.retryable:
+                if is_final(error):
                     log.warning("the replica cannot be registered: %s", error)
                     return
                 log.info("the replica is not registered yet: %s", error)

@@ -73,15 +73,19 @@ class Feed:
         Raises `RefitError` for what trying again cannot help (`Unauthenticated`, `Invalid`, ...).
         """
         backoff = Backoff()
+        compacted = False
         while not self._closed.is_set():
             try:
+                if compacted:
+                    missed = self._resync()
+                    compacted = False
+                    if missed is not None:
+                        yield missed
                 for event in self._one_stream():
                     backoff.reset()
                     yield event
             except RevisionCompacted:
-                missed = self._resync()
-                if missed is not None:
-                    yield missed
+                compacted = True
                 continue
             except LeaseExpired:
                 self._lease_expired(self._streamed_as)

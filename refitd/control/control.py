@@ -379,7 +379,7 @@ class ControlPlane:
             await self.clock.sleep_until(self.clock.monotonic() + interval)
             try:
                 await self.sweep()
-            except RefitError:
+            except Exception:  # a defect must not end it: agents would never expire any more, and nobody would see why
                 logger.exception("the sweep failed")
 
 

@@ -18,8 +18,8 @@ def select(
 ) -> tuple[Transport, str]:
     """The first transport, best first, that reaches the slots of all ranks, and the reason in words.
 
-    Blocks as `Transport.reaches` does, each time up to what `left` gives. Raises `VersionUnavailable` naming for each transport the first rank that it
-    does not reach, and why; `Invalid` without transports.
+    Blocks as `Transport.reaches` does, each time up to what `left` gives. Raises `VersionUnavailable` naming for each
+    transport the first rank that it does not reach, and why; `Invalid` without transports.
     """
     if not transports:
         raise Invalid("no transport was given", advice="pass at least one, e.g. ShmTransport()")

@@ -140,7 +140,7 @@ def test_a_write_that_ends_after_the_deadline_is_not_published_and_its_memory_no
     broken, group = Broken(monkeypatch), world.group(2, capacity=1)
     world.publish_all(group, [weights(1.0)] * 2, 1)
     late = Hooked(weights(2.0), broken.mark("wait"))
-    short = timedelta(seconds=2)
+    short = timedelta(seconds=3)
     calls = [
         world.threads.submit(client.publish, source, 2, timeout=short)
         for client, source in zip(group, [weights(2.0), late], strict=True)

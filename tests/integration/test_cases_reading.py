@@ -24,7 +24,7 @@ from refitd.agent import reader
 from refitd.agent.reader import Reader, Weights
 from refitd.agent.session import Session
 from refitd.domain.errors import VersionUnavailable
-from refitd.v1 import agents_pb2
+from refitd.v1 import agents_pb2, types_pb2
 
 PAGE = 1024  # float32 elements
 
@@ -156,7 +156,8 @@ def test_a_version_that_is_read_outlives_the_retention_until_its_lease_ends(
 def test_a_reader_stays_alive_through_a_pull_that_is_longer_than_its_ttl(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B075. Liveness does not wait for the engine: it rides on a stream of its own. A reader that goes is gone at once."""
+    """B075. Liveness does not wait for the engine: it rides on a stream of its own. A reader that says goodbye is gone
+    at once."""
     monkeypatch.setattr(reader, "Session", functools.partial(Session, ttl=timedelta(seconds=1)))
     trainer = world.client(capacity=1)
     first = published(trainer, pages(1), 1).version
@@ -176,4 +177,4 @@ def test_a_reader_stays_alive_through_a_pull_that_is_longer_than_its_ttl(
         assert not differing(pulling.result(WAIT), pages(1))
     client.close()
     assert leased() == []
-    assert [agent.alive for agent in trainer.status().agents if agent.rank < 0 or agent.role == 3] == [False]
+    assert [agent.alive for agent in trainer.status().agents if agent.role == types_pb2.ROLE_OBSERVER] == [False]

@@ -1,7 +1,7 @@
 """A replica in a process of its own, so that it can be killed. Says its state in JSON lines; ends when stdin does.
 
-Started by tests of engines that die. Its argument is JSON: server, model, replica, and weights: name -> shape (float32).
-It writes one line when it is made, and one per version that it serves.
+Started by tests of engines that die. Its argument is JSON: server, model, replica, and weights: name -> shape
+(float32). It writes one line when it is made, and one per version that it serves.
 """
 
 from __future__ import annotations

@@ -46,6 +46,11 @@ def supported_keywords(function: Callable[..., object], **keywords: object) -> d
     return {name: value for name, value in keywords.items() if name in known}
 
 
+def is_engine_dead(error: BaseException) -> bool:
+    """Whether vLLM says by this error that its processes are gone for good. Its class moved between versions."""
+    return any(kind.__name__ == "EngineDeadError" for kind in type(error).__mro__)
+
+
 def is_deferred_attention_layer(layer: nn.Module) -> bool:
     """Whether a reload leaves this layer to its end, with scales that vLLM sets by itself.
 
