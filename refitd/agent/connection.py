@@ -28,9 +28,7 @@ Reply = TypeVar("Reply", covariant=True)
 class Method(Protocol[Request, Reply]):
     """A unary method of a stub."""
 
-    def __call__(
-        self, request: Request, /, *, timeout: float | None = None, wait_for_ready: bool | None = None
-    ) -> Reply: ...
+    def __call__(self, request: Request, /, *, timeout: float | None = None) -> Reply: ...
 
 
 class Backoff:
@@ -96,14 +94,12 @@ class Connection:
         countdown: Countdown,
         *,
         retry: bool = True,
-        wait_for_ready: bool = False,
     ) -> Reply:
         """Calls and waits, at most until the countdown ends. Raises the typed error of the failure.
 
         Args:
             name: Of the RPC, for errors.
             retry: Whether UNAVAILABLE is tried again while time is left; the call must be harmless to repeat.
-            wait_for_ready: Whether it is sent only once there is a connection, instead of failing without one.
         """
         backoff = Backoff()
         last: RefitError | None = None
@@ -112,7 +108,7 @@ class Connection:
             if countdown.over:
                 raise last or Deadline(f"the deadline ended before {name}", advice="give a longer timeout", phase=name)
             try:
-                return method(request, timeout=countdown.seconds, wait_for_ready=wait_for_ready or None)
+                return method(request, timeout=countdown.seconds)
             except grpc.RpcError as failure:
                 error = from_rpc_error(failure, server=self.server, method=name)
             except ValueError:  # grpc's answer to a call on a channel that another thread closed

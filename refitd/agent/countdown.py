@@ -11,12 +11,12 @@ from datetime import timedelta
 from refitd.agent.arguments import duration
 from refitd.domain.errors import Deadline
 
-# gRPC and the operating system refuse to wait for as long as a timedelta can tell.
-LONGEST_SECONDS = 366 * 86400.0
+# gRPC and the operating system do not wait for as long as a timedelta can tell: poll() counts 32 bits of milliseconds.
+LONGEST_SECONDS = 20 * 86400.0
 
 
 class Countdown:
-    """Runs out `timeout` after it was made, after a year at the latest. Raises `Invalid` for what is no timedelta."""
+    """Runs out `timeout` after it was made, after 20 days at the latest. Raises `Invalid` for what is no timedelta."""
 
     def __init__(self, timeout: timedelta) -> None:
         seconds = duration("timeout", timeout).total_seconds()

@@ -13,6 +13,7 @@ import hmac
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -166,9 +167,11 @@ class Endpoint:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:  # the loop is closed: another thread closed the client in the middle of a publish
             work.close()
-            raise Invalid("this client is closed", advice="make a new one") from None
+            raise _closed() from None
         try:
             return future.result(seconds)
+        except CancelledError:  # closed while it waited
+            raise _closed() from None
         except BaseException:
             future.cancel()
             raise
@@ -192,6 +195,7 @@ class Endpoint:
             self._failure = error
         finally:
             self._started.set()
+            self._loop.run_until_complete(_end_tasks())
             self._loop.close()
 
     async def _serve(self) -> None:
@@ -207,6 +211,19 @@ class Endpoint:
         finally:
             self._register.pauses.stop()
             await server.stop(0)
+
+
+def _closed() -> Invalid:
+    return Invalid("this client is closed", advice="make a new one")
+
+
+async def _end_tasks() -> None:
+    """Ends what `Endpoint.call` has brought to this loop, so that no thread waits for an answer that never comes."""
+    await asyncio.sleep(0)
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Confirmer:

@@ -99,6 +99,7 @@ class _Attempt:
         self.fence: Fence | None = None
         self.failure: BaseException | None = None
         self.gathered = False
+        self.daemon_away = False
 
 
 class Publisher:
@@ -153,7 +154,8 @@ class Publisher:
         try:
             return self._publish(attempt)
         except RefitError as failure:
-            if request.on_unavailable == "skip" and not attempt.gathered and _daemon_is_away(failure):
+            away = attempt.daemon_away or _daemon_is_away(failure)
+            if request.on_unavailable == "skip" and away and not attempt.gathered:
                 return None
             raise
         finally:
@@ -239,6 +241,7 @@ class Publisher:
         except RefitError as failure:
             if refusal is not None and isinstance(a.failure, RefitError):
                 raise a.failure from None  # the daemon is away, but why this rank refused is known
+            a.daemon_away = _daemon_is_away(failure)
             # The others may hold a decision that this rank never got; none of them may go on without it.
             problem = problem_of(failure, self._rank, self._trainer.world_size)
             with a.phases("confirm"):
@@ -381,8 +384,10 @@ class Publisher:
             problem=convert.problem_to_proto(problem),
         )  # fmt: skip
         # A refusal means that the version is sealed, or that another rank aborted it first: what is stored decides.
-        with suppress(RefitError):
+        try:
             self._connection.call(self._connection.versions.Abort, abort, "Abort", limit)
+        except RefitError as refused:
+            a.daemon_away = _daemon_is_away(refused)
         if not isinstance(failure, Exception):
             raise failure
         stored = stored_version(self._connection, self._model, version, limit)

@@ -6,7 +6,6 @@ Torch is imported when tensors are handled. Used by `refitd.agent.client`; the b
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,25 +15,24 @@ from typing import TYPE_CHECKING
 from refitd.agent.connection import Connection
 from refitd.agent.countdown import Countdown
 from refitd.agent.layouts import Layouts
+from refitd.agent.leasing import Leasing
 from refitd.agent.pull import Puller
 from refitd.agent.session import Session
 from refitd.domain.dtype import ITEM_BYTES
-from refitd.domain.errors import Internal, Invalid, LeaseExpired, RefitError
+from refitd.domain.errors import Invalid
 from refitd.domain.layout import whole_tensors
 from refitd.domain.plan import plan
 from refitd.domain.version import Version
 from refitd.engine.base import Manifest
 from refitd.rpc import convert
 from refitd.transport.shm import ShmTransport
-from refitd.v1 import agents_pb2, versions_pb2
+from refitd.v1 import versions_pb2
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from refitd.source.mapping import StridedView
-
-log = logging.getLogger(__name__)
 
 RELEASE = timedelta(seconds=5)
 
@@ -54,6 +52,7 @@ class Reader:
         self._connection = connection
         self._model = model
         self._session = Session(connection, model)
+        self._leasing = Leasing(connection, self._session, model)
         self._layouts = Layouts(connection)
         self._transport = ShmTransport()
         self._puller = Puller([self._transport])
@@ -108,35 +107,13 @@ class Reader:
 
     @contextmanager
     def _leased(self, version: int, countdown: Countdown) -> Iterator[Manifest]:
-        lease = self._acquire(version, countdown)
+        lease = self._leasing.acquire(version, countdown)
         try:
             request = versions_pb2.GetVersionRequest(model=self._model, version=lease.version)
             reply = self._connection.call(self._connection.versions.GetVersion, request, "GetVersion", countdown)
             yield self._layouts.manifest(convert.version_from_proto(reply.version), countdown)
         finally:
-            release = agents_pb2.ReleaseLeaseRequest(lease_id=lease.lease_id)
-            try:
-                agents = self._connection.agents
-                self._connection.call(agents.ReleaseLease, release, "ReleaseLease", Countdown(RELEASE), retry=False)
-            except RefitError as error:  # it ends with the session at the latest
-                log.info("lease %s was not released: %s", lease.lease_id, error)
-
-    def _acquire(self, version: int, countdown: Countdown) -> agents_pb2.AcquireLeaseResponse:
-        for again in (True, False):
-            agent_id = self._session.agent_id(countdown)
-            request = agents_pb2.AcquireLeaseRequest(agent_id=agent_id, model=self._model, version=version)
-            try:
-                # Not repeated on UNAVAILABLE: the lost answer may have been a lease, which would linger. Until it is
-                # sent nothing is lost, so it waits for a daemon that is being restarted.
-                agents = self._connection.agents
-                return self._connection.call(
-                    agents.AcquireLease, request, "AcquireLease", countdown, retry=False, wait_for_ready=True
-                )
-            except LeaseExpired:
-                self._session.forget(agent_id)
-                if not again:
-                    raise
-        raise Internal("unreachable")
+            self._leasing.release(lease.lease_id, RELEASE)
 
 
 def _device(name: object) -> torch.device:

@@ -187,7 +187,7 @@ class Session:
                     return
                 # A token that is being rotated, a limit of the daemon: it passes, and until then nobody hears anything.
                 log.warning("the watch of %r is refused, and tried again: %s", self._model, error)
-            if self._connection.pause(backoff.next()):
+            if feed.pause(backoff.next()):
                 return
 
     def _tell(self, event: Event) -> None:

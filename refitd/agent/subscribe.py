@@ -98,6 +98,10 @@ class Feed:
             if self._closed.wait(backoff.next()):
                 return
 
+    def pause(self, seconds: float) -> bool:
+        """Waits; True as soon as the feed is closed."""
+        return self._closed.wait(seconds)
+
     def close(self) -> None:
         with self._lock:
             self._closed.set()

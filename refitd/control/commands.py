@@ -293,6 +293,7 @@ class AcquireLeaseRequest:
     agent_id: str
     model: str
     version: int = 0
+    lease_id: str = ""
 
 
 @dataclass(frozen=True)

@@ -321,7 +321,7 @@ class ControlPlane:
         """Raises `LeaseExpired`, `ModelNotFound`, `VersionNotFound` (none or not sealed), `Limit`."""
 
         async def answer() -> c.AcquireLeaseResponse:
-            lease, pinned = self._leases.acquire(request.agent_id, request.model, request.version)
+            lease, pinned = self._leases.acquire(request.agent_id, request.model, request.version, request.lease_id)
             return c.AcquireLeaseResponse(await self._journal.durable(), lease.lease_id, lease.version, pinned)
 
         return await self._settled(answer())

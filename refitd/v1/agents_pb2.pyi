@@ -195,20 +195,26 @@ class AcquireLeaseRequest(_message.Message):
     AGENT_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     model: _builtins.str
     version: _builtins.int
     """0: the agent's target version (a replica's pin, else the newest sealed)."""
+    lease_id: _builtins.str
+    """Chosen by the caller (unique; 32 hexadecimal digits, say), so that the call may be repeated when its answer was lost
+    and what it may have taken can be released. Empty: the daemon chooses.
+    """
     def __init__(
         self,
         *,
         agent_id: _builtins.str = ...,
         model: _builtins.str = ...,
         version: _builtins.int = ...,
+        lease_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "model", b"model", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "lease_id", b"lease_id", "model", b"model", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
