@@ -3,7 +3,7 @@
 #
 #   scripts/setup.sh [VENV]           default .venv; does nothing if the environment is whole and up to date
 #
-# PYTHON          interpreter to use; default: the newest of python3.14 ... python3.11 or python3 that is there
+# PYTHON          interpreter to use; default: python3 if it is 3.11 to 3.14, else the newest of these that is there
 # REFITD_DEVICE   cpu or cuda; default: cuda if nvidia-smi sees a GPU
 #
 # On a GPU machine the environment sees the system's packages, so that a CUDA torch and a vLLM that are there stay in use.
@@ -49,6 +49,7 @@ if [ ! -x "$venv/bin/python" ]; then
   fi
 fi
 : >"$log"
+say "a line per step, minutes for the large ones; pip's whole output is in $log"
 
 # Each step is one line on the terminal and the whole of pip's output in the log.
 step() {

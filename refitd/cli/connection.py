@@ -85,6 +85,20 @@ def exit_code(error: RefitError) -> int:
     return PRECONDITION if code in ("FAILED_PRECONDITION", "NOT_FOUND", "ALREADY_EXISTS", "ABORTED") else FAILED
 
 
+def error_body(error: RefitError) -> dict[str, Json]:
+    """The JSON twin of an error."""
+    problem = error.problem
+    return {
+        "error": {
+            "reason": problem.reason,
+            "message": problem.message,
+            "advice": problem.advice,
+            "subject": dict(problem.subject),
+            "retryable": problem.retryable,
+        }
+    }
+
+
 @contextlib.contextmanager
 def errors_as_exit_codes(as_json: bool = False) -> Iterator[None]:
     """Ends the process with the documented code when a RefitError escapes. The text goes to stderr, JSON to stdout."""
@@ -92,15 +106,7 @@ def errors_as_exit_codes(as_json: bool = False) -> Iterator[None]:
         yield
     except RefitError as error:
         if as_json:
-            problem = error.problem
-            body: Json = {
-                "reason": problem.reason,
-                "message": problem.message,
-                "advice": problem.advice,
-                "subject": dict(problem.subject),
-                "retryable": problem.retryable,
-            }
-            print(dump({"error": body}))
+            print(dump(error_body(error)))
         else:
             text = Text.assemble((error.reason, "bold red"), f": {error.message}")
             if error.advice:

@@ -131,6 +131,8 @@ def seconds_text(value: float) -> str:
     """Three digits that matter: 0.00042 -> "0.42 ms"; 75 -> "75.0 s"."""
     if value <= 0:
         return "0"
+    if value < 1e-5:
+        return "<0.01 ms"
     if value < 1e-3:
         return f"{value * 1e3:.2f} ms"
     if value < 1:
@@ -165,6 +167,8 @@ def timings_text(timings: types_pb2.Timings, most: int | None = None) -> str:
     phases = sorted(((seconds(value), name) for name, value in timings.phases.items() if name != "total"), reverse=True)
     if not phases:
         return ""
+    if most == 0:
+        return seconds_text(sum(value for value, _ in phases))
     named = [f"{name} {seconds_text(value)}" for value, name in phases[:most]]
     if len(named) < len(phases):
         named.append("...")
@@ -180,13 +184,17 @@ def problem_text(problem: types_pb2.Problem, advice: bool = True) -> Text:
     return text
 
 
-def bar(parts: Iterable[tuple[float, str]], scale: float, width: int, letters: bool = True) -> Text:
-    """A bar of coloured parts, `width` columns for `scale`; every part above zero gets at least one column."""
+def bar(parts: Iterable[tuple[float, str, str]], scale: float, width: int) -> Text:
+    """A bar of parts (value, letter, style), `width` columns for `scale`; one that is longer is cut and ends in ">".
+
+    True to scale: a part of less than half a column may have none. The letters tell the parts apart without colour.
+    """
     text = Text()
-    for value, style in parts:
-        if value > 0:
-            text.append(("=" if letters else " ") * max(1, round(value / scale * width)), style=style)
-    return text
+    done = 0.0
+    for value, letter, style in parts:
+        done += max(0.0, value)
+        text.append(letter * (round(done / scale * width) - len(text)), style=style)
+    return text if len(text) <= width else text[: width - 1] + Text(">", style="bold red")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -25,12 +25,17 @@ from refitd.cli.connection import (
     ServerOption,
     TimeoutOption,
     connect,
+    error_body,
     errors_as_exit_codes,
 )
 from refitd.domain.errors import RefitError
 from refitd.v1 import admin_pb2, types_pb2
 
 BAR_WIDTH = 24
+# Columns of the terminal from which the replicas' table has the longest phase of an install, and from which a note.
+WIDE, WIDEST = 110, 150
+# Names of what is gone that are written out; of more than these only the number.
+MOST_NAMES = 8
 
 
 def register(app: typer.Typer) -> None:
@@ -47,7 +52,7 @@ def status(
 ) -> None:
     """Show what is published, who serves which version, and what went wrong last.
 
-    With --watch --json each refresh is one JSON object on a line of its own.
+    With --watch --json each refresh is one JSON object on a line of its own, {"error": ...} while the daemon is away.
     """
     with errors_as_exit_codes(as_json), connect(server, timeout) as connection:
         if watch:
@@ -57,7 +62,8 @@ def status(
         if as_json:
             print(render.dump(render.to_json(response)))
         else:
-            Console().print(picture(response, connection.server, datetime.now(UTC)))
+            console = Console()
+            console.print(picture(response, connection.server, datetime.now(UTC), console.width))
 
 
 def ask(connection: Connection, model: str) -> admin_pb2.GetStatusResponse:
@@ -65,28 +71,34 @@ def ask(connection: Connection, model: str) -> admin_pb2.GetStatusResponse:
 
 
 def _watch(connection: Connection, model: str, interval: float, as_json: bool) -> None:
-    """Refreshes until Ctrl-C. The daemon going away is shown, not fatal: an operator watches its restart as well."""
+    """Refreshes until Ctrl-C. A daemon that goes away is shown, not fatal: an operator watches its restart as well."""
     try:
+        answer = ask(connection, model)
         if as_json:
-            while True:
-                print(render.dump_line(render.to_json(ask(connection, model))), flush=True)
-                time.sleep(interval)
-        first = ask(connection, model)
-        last: RenderableType = picture(first, connection.server, datetime.now(UTC))
-        with Live(last, refresh_per_second=4, screen=Console().is_terminal) as live:
+            print(render.dump_line(render.to_json(answer)), flush=True)
             while True:
                 time.sleep(interval)
                 try:
-                    last = picture(ask(connection, model), connection.server, datetime.now(UTC))
+                    print(render.dump_line(render.to_json(ask(connection, model))), flush=True)
+                except RefitError as error:
+                    print(render.dump_line(error_body(error)), flush=True)
+        console = Console()
+        last: RenderableType = picture(answer, connection.server, datetime.now(UTC), console.width)
+        with Live(last, console=console, refresh_per_second=4, screen=console.is_terminal) as live:
+            while True:
+                time.sleep(interval)
+                try:
+                    last = picture(ask(connection, model), connection.server, datetime.now(UTC), console.width)
                     live.update(last)
                 except RefitError as error:
-                    live.update(Group(Text(f"{error.reason}: {error.message}", style="bold red"), last))
+                    since = Text("what follows is the last answer", style="dim")
+                    live.update(Group(Text(f"{error.reason}: {error.message}", style="bold red"), since, last))
     except KeyboardInterrupt:
         return
 
 
-def picture(response: admin_pb2.GetStatusResponse, server: str, now: datetime) -> Group:
-    """The whole view as one renderable. `now` only serves ages."""
+def picture(response: admin_pb2.GetStatusResponse, server: str, now: datetime, width: int) -> Group:
+    """The whole view as one renderable, for `width` columns. `now` only serves ages."""
     head = Text.assemble(
         ("refitd ", "bold"),
         f"{response.server_version} at {server}, up {render.age_of(response.started_at, now) or '?'}, ",
@@ -94,17 +106,22 @@ def picture(response: admin_pb2.GetStatusResponse, server: str, now: datetime) -
     )
     if not response.models:
         return Group(head, Text("No model yet: nobody has registered or published.", style="dim"))
-    return Group(head, *(_model(model, now) for model in response.models))
+    return Group(head, *(_model(model, now, width) for model in response.models))
 
 
-def _model(model: admin_pb2.ModelStatus, now: datetime) -> Panel:
+def _model(model: admin_pb2.ModelStatus, now: datetime, width: int) -> Panel:
     parts: list[RenderableType] = [_newest(model, now)]
     if model.HasField("attempt"):
         parts.append(_attempt(model.attempt))
     engines = [agent for agent in model.agents if agent.role == types_pb2.ROLE_ENGINE]
     others = [agent for agent in model.agents if agent.role != types_pb2.ROLE_ENGINE]
     if engines:
-        parts.append(_replicas(engines))
+        parts.append(_replicas(engines, width))
+        parts.extend(
+            Text.assemble((f"{agent.replica} ", "bold")) + render.problem_text(agent.problem)
+            for agent in sorted(engines, key=lambda item: item.replica)
+            if agent.HasField("problem")
+        )
     if others:
         parts.append(_others(others))
     parts.extend(
@@ -124,8 +141,8 @@ def _newest(model: admin_pb2.ModelStatus, now: datetime) -> Text:
     return Text.assemble(
         (f"v{newest.version}", "bold green"),
         f"  step {newest.step}, {render.age_of(newest.sealed_at, now)} ago, run {render.run_text(newest.run)}, ",
-        f"{render.bytes_text(newest.num_bytes)} in {newest.num_tensors} tensors, ",
         f"evidence {render.evidence_name(newest.evidence) or '?'}, digest {newest.digest}\n",
+        (f"{render.bytes_text(newest.num_bytes)} in {newest.num_tensors} tensors; ", "dim"),
         (f"keeps {kept or 'none'}; {counts}", "dim"),
     )
 
@@ -144,34 +161,62 @@ def _attempt(attempt: admin_pb2.AttemptStatus) -> Table:
     return grid
 
 
-def _replicas(engines: list[admin_pb2.AgentStatus]) -> Table:
+def _replicas(engines: list[admin_pb2.AgentStatus], width: int) -> Table:
+    """One line per replica, also on a narrow terminal; their problems stand below the table."""
+    wide = width >= WIDE
     table = Table(box=None, pad_edge=False, header_style="bold dim")
-    for name in ("replica", "kind", "state", "serves", "target", "lag", "pulled", "over", "last install", "note"):
-        table.add_column(name, justify="right" if name in ("serves", "target", "lag", "pulled") else "left")
+    names = ["replica", "kind", "state", "serves", "target", "lag"]
+    names += ["pulled", "over", "last install"] if wide else ["over", "install"]
+    for name in [*names, "note"] if width >= WIDEST else names:
+        right = name in ("serves", "target", "lag", "pulled", "install")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "note")
     for agent in sorted(engines, key=lambda item: item.replica):
         state = render.replica_state_name(agent.state) if agent.alive else "gone"
         lag_style = "green" if agent.lag == 0 else "yellow" if agent.lag < 3 else "bold red"
-        note = render.problem_text(agent.problem) if agent.HasField("problem") else Text(agent.choice_reason, "dim")
-        table.add_row(
+        row: list[RenderableType] = [
             agent.replica,
             agent.kind + (f" x{agent.num_ranks}" if agent.num_ranks > 1 else ""),
             render.styled(state) + (f" v{agent.pending_version}" if agent.pending_version else ""),
             f"v{agent.installed_version}" if agent.installed_version else "-",
             f"v{agent.target_version}" if agent.target_version else "-",
             Text(str(agent.lag), style=lag_style),
-            render.bytes_text(agent.num_bytes) if agent.num_bytes else "",
-            render.transport_name(agent.transport),
-            render.timings_text(agent.timings, most=2),
-            note,
-        )
+        ]
+        if wide:
+            row.append(render.bytes_text(agent.num_bytes) if agent.num_bytes else "")
+        row.append(render.transport_name(agent.transport))
+        row.append(render.timings_text(agent.timings, most=1 if wide else 0))
+        if width >= WIDEST:
+            row.append(Text(agent.choice_reason, "dim"))
+        table.add_row(*row)
     return table
 
 
 def _others(agents: list[admin_pb2.AgentStatus]) -> Text:
-    text = Text()
-    for agent in sorted(agents, key=lambda item: (item.role, item.rank)):
-        name = f"rank {agent.rank}" if agent.role == types_pb2.ROLE_TRAINER else render.role_name(agent.role)
-        text.append(f"{name} ", style="" if agent.alive else "dim strike")
-        seen = render.age_text(render.seconds(agent.since_last_seen))
-        text.append(f"{agent.host} {'seen ' + seen + ' ago' if agent.alive else 'gone ' + seen}   ", style="dim")
-    return text
+    """Trainer ranks and observers, each kind in a few words however many they are; who is gone is named."""
+    ranks = [agent for agent in agents if agent.role == types_pb2.ROLE_TRAINER]
+    observers = [agent for agent in agents if agent.role != types_pb2.ROLE_TRAINER]
+    parts: list[Text] = []
+    alive = [agent for agent in ranks if agent.alive]
+    if alive:
+        oldest = render.age_text(max(render.seconds(agent.since_last_seen) for agent in alive))
+        named = f"rank{'s' if len(alive) > 1 else ''} {render.ranks_text({agent.rank for agent in alive})}"
+        parts.append(Text.assemble(named, (f" on {_hosts(alive)}, seen {oldest} ago", "dim")))
+    # A rank that came again under the same number is not gone.
+    gone = [agent for agent in ranks if not agent.alive and agent.rank not in {other.rank for other in alive}]
+    if gone:
+        named = ", ".join(
+            f"rank {agent.rank} on {agent.host} for {render.age_text(render.seconds(agent.since_last_seen))}"
+            for agent in sorted(gone, key=lambda item: item.rank)[:MOST_NAMES]
+        )
+        more = f" and {len(gone) - MOST_NAMES} more" if len(gone) > MOST_NAMES else ""
+        parts.append(Text.assemble(("gone: ", "red"), named + more))
+    reading = [agent for agent in observers if agent.alive]
+    if reading:
+        word = "observer" if len(reading) == 1 else "observers"
+        parts.append(Text.assemble(f"{len(reading)} {word}", (f" on {_hosts(reading)}", "dim")))
+    return Text("   ").join(parts)
+
+
+def _hosts(agents: list[admin_pb2.AgentStatus]) -> str:
+    hosts = sorted({agent.host for agent in agents})
+    return ", ".join(hosts) if len(hosts) <= 3 else f"{len(hosts)} hosts"

@@ -5,6 +5,7 @@ Reads the daemon's records; only `retire` changes something. Registered by refit
 
 from __future__ import annotations
 
+import statistics
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -21,14 +22,19 @@ from refitd.domain.errors import Invalid, ModelNotFound
 from refitd.v1 import admin_pb2, types_pb2, versions_pb2
 
 PAGE_SIZE = 200
-# In the order of work, which is the order of a bar's parts.
-PHASE_STYLES: Mapping[str, str] = {
-    "layout": "white", "check": "bright_black", "fence": "magenta", "prepare": "blue", "confirm": "bright_blue",
-    "gather": "yellow", "evidence": "bright_yellow", "placement": "bright_red", "copy": "green", "stage": "cyan",
-    "seal": "bright_cyan", "install": "bright_magenta",
+# Columns of the terminal from which the list has all its columns, and from which it names the longest phase.
+WIDE, MIDDLE = 140, 96
+# A bar longer than so many medians is cut: the first version, which loads kernels, would leave the others no room.
+LONGEST_BAR = 5
+# In the order of work, which is the order of a bar's parts: the letter and the colour of each.
+PHASES: Mapping[str, tuple[str, str]] = {
+    "layout": ("l", "white"), "check": ("k", "bright_black"), "fence": ("f", "magenta"), "prepare": ("p", "blue"),
+    "confirm": ("o", "bright_blue"), "gather": ("g", "yellow"), "evidence": ("e", "bright_yellow"),
+    "placement": ("m", "bright_red"), "copy": ("c", "green"), "stage": ("s", "cyan"), "seal": ("z", "bright_cyan"),
+    "install": ("i", "bright_magenta"),
 }  # fmt: skip
 # Phases that are not in the table, in the order in which they are met.
-SPARE_STYLES = ("bright_green", "red", "bright_white")
+SPARE = (("x", "bright_green"), ("y", "red"), ("w", "bright_white"))
 
 ModelArgument = Annotated[str, typer.Option("--model", "-m", help="The model; needed if there are several.")]
 
@@ -55,7 +61,9 @@ def list_versions(
         if as_json:
             print(render.dump({"versions": [render.to_json(version) for version in found]}))
             return
-        Console().print(version_table(found, datetime.now(UTC)) if found else Text("No version yet.", style="dim"))
+        console = Console()
+        table = version_table(found, datetime.now(UTC), console.width)
+        console.print(table if found else Text("No version yet.", style="dim"))
 
 
 def show(
@@ -149,26 +157,37 @@ def recent(connection: Connection, model: str, limit: int) -> list[versions_pb2.
     return found
 
 
-def version_table(found: Iterable[versions_pb2.Version], now: datetime) -> Table:
+def version_table(found: Iterable[versions_pb2.Version], now: datetime, width: int) -> Table:
+    """One line per version, also on a narrow terminal; only a problem may take more."""
+    wide = width >= WIDE
+    most = 3 if wide else 1 if width >= MIDDLE else 0
     table = Table(box=None, pad_edge=False, header_style="bold dim")
-    for name in ("version", "state", "step", "age", "bytes", "tensors", "evidence", "gather", "digest", "timings"):
-        table.add_column(name, justify="right" if name in ("version", "step", "age", "bytes", "tensors") else "left")
+    names = ["version", "state", "step", "age", "bytes", "tensors", "evidence", "gather", "digest", "timings"]
+    for name in names if wide else [name for name in names if name not in ("tensors", "gather")]:
+        right = name in ("version", "step", "age", "bytes", "tensors")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "timings")
     for version in found:
         state = render.styled(render.state_name(version.state))
-        table.add_row(
+        row: list[RenderableType] = [
             f"v{version.version}",
             state + Text(" unchanged", style="dim") if version.unchanged else state,
             str(version.step),
             render.age_of(version.sealed_at, now),
             render.bytes_text(version.num_bytes) if version.num_bytes else "",
-            str(version.num_tensors) if version.num_tensors else "",
-            render.evidence_name(version.evidence) if version.digest else "",
-            ("ran" if version.gathered else "not needed") if version.digest else "",
-            version.digest,
+        ]
+        if wide:
+            row.append(str(version.num_tensors) if version.num_tensors else "")
+        row.append(render.evidence_name(version.evidence) if version.digest else "")
+        if wide:
+            row.append(("ran" if version.gathered else "not needed") if version.digest else "")
+        row.append(version.digest)
+        problem = version.HasField("problem")
+        row.append(
             render.problem_text(version.problem, advice=False)
-            if version.HasField("problem")
-            else render.timings_text(version.timings, most=3),
+            if problem
+            else render.timings_text(version.timings, most=most)
         )
+        table.add_row(*row)
     return table
 
 
@@ -221,7 +240,7 @@ def install_seconds(agents: Iterable[admin_pb2.AgentStatus]) -> dict[int, float]
 
 def phases_of(version: versions_pb2.Version, install: float | None) -> tuple[int, int, dict[str, float]]:
     """(version, step, seconds per phase in the order of work)."""
-    order = {name: place for place, name in enumerate(PHASE_STYLES)}
+    order = {name: place for place, name in enumerate(PHASES)}
     phases = {name: render.seconds(value) for name, value in version.timings.phases.items() if name != "total"}
     if install is not None:
         phases["install"] = install
@@ -230,22 +249,25 @@ def phases_of(version: versions_pb2.Version, install: float | None) -> tuple[int
 
 
 def timeline_picture(rows: list[tuple[int, int, dict[str, float]]], width: int) -> Group:
-    styles = dict(PHASE_STYLES)
+    """One bar per version, all to one scale, and what the letters mean."""
+    marks = dict(PHASES)
     for _, _, phases in rows:
         for name in phases:
-            if name not in styles:
-                styles[name] = SPARE_STYLES[(len(styles) - len(PHASE_STYLES)) % len(SPARE_STYLES)]
-    scale = max((sum(phases.values()) for _, _, phases in rows), default=0.0)
-    if scale <= 0:
+            if name not in marks:
+                marks[name] = SPARE[(len(marks) - len(PHASES)) % len(SPARE)]
+    totals = [total for _, _, phases in rows if (total := sum(phases.values())) > 0]
+    if not totals:
         return Group(Text("No timings yet.", style="dim"))
+    scale = min(max(totals), LONGEST_BAR * statistics.median_low(totals))
     grid = Table.grid(padding=(0, 1))
     grid.add_column(justify="right")
     grid.add_column(justify="right")
     grid.add_column(justify="right")
     grid.add_column()
     for number, step, phases in rows:
-        line = render.bar(((value, styles[name]) for name, value in phases.items()), scale, width)
+        line = render.bar(((value, *marks[name]) for name, value in phases.items()), scale, width)
         grid.add_row(f"v{number}", Text(f"step {step}", style="dim"), render.seconds_text(sum(phases.values())), line)
-    used = [name for name in styles if any(name in phases for _, _, phases in rows)]
-    legend = Text("  ").join([Text("= ", style=styles[name]) + Text(name) for name in used])
-    return Group(grid, legend)
+    used = [name for name in marks if any(name in phases for _, _, phases in rows)]
+    legend = Text("  ").join([Text.assemble((marks[name][0], marks[name][1]), " ", name) for name in used])
+    cut = "  > cut" if max(totals) > scale else ""
+    return Group(grid, legend + Text(cut, style="dim"))

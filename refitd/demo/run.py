@@ -121,6 +121,16 @@ def _require(module: str, name: str) -> None:
         )
 
 
+def _refitd() -> str:
+    """How to call refitd in another terminal, where this environment may not be active."""
+    here = Path(sys.executable).with_name("refitd")
+    if not here.exists():
+        return f"{sys.executable} -m refitd.cli.main"
+    if shutil.which("refitd") == str(here):
+        return "refitd"
+    return str(here.relative_to(Path.cwd())) if here.is_relative_to(Path.cwd()) else str(here)
+
+
 class _Demo:
     """One run's state."""
 
@@ -158,7 +168,7 @@ class _Demo:
         ready = json.loads(str(line))
         self._server, self._metrics = ready["address"], ready["metrics_address"]
         self._view.started("daemon", f"metrics at http://{self._metrics}/metrics")
-        self._view.note(f"   look at it from another terminal: refitd status --watch --server {self._server}")
+        self._view.note(f"   look at it from another terminal: {_refitd()} status --watch --server {self._server}")
 
     def _make_text(self) -> None:
         self._view.starting("text", "docstrings of the standard library")
@@ -231,6 +241,8 @@ class _Demo:
                 f"{event.who}: {event.message}", advice=f"its log is in {self._workspace}", agent=event.who
             )
         elif isinstance(event, Published | Referenced | Served):
+            if isinstance(event, Published):
+                self._view.published(event.version)
             return self._collector.add(event)
         return None
 
@@ -240,6 +252,6 @@ class _Demo:
             ("metrics", f"http://{self._metrics}/metrics (while the demo ran)"),
             (
                 "next",
-                "`refitd serve`, then `refitd status --watch`, `refitd versions timeline`; README.md: your own trainer",
+                f"`{_refitd()} serve`, then `... status --watch`, `... versions timeline`; README.md: your own trainer",
             ),
         ]

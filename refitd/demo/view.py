@@ -28,7 +28,7 @@ EVIDENCE_MEANING = {
 
 
 class View(Protocol):
-    """What `run` calls, in this order: `starting` and `started` per child, `stepped`, `version`, then `summary`."""
+    """What `run` calls: `starting` and `started` per child; `stepped`, `published` and `version`; then `summary`."""
 
     def note(self, text: str) -> None: ...
 
@@ -37,6 +37,8 @@ class View(Protocol):
     def started(self, who: str, note: str) -> None: ...
 
     def stepped(self, step: int, steps: int, loss: float) -> None: ...
+
+    def published(self, version: int) -> None: ...
 
     def version(self, report: VersionReport) -> None: ...
 
@@ -60,6 +62,9 @@ class JsonView:
         print(f"{who}: ready, {note}", file=sys.stderr, flush=True)
 
     def stepped(self, step: int, steps: int, loss: float) -> None:
+        pass
+
+    def published(self, version: int) -> None:
         pass
 
     def version(self, report: VersionReport) -> None:
@@ -119,6 +124,11 @@ class TerminalView:
             self._tasks["training"] = self._progress.add_task("", who="training", total=steps)
         self._progress.update(self._tasks["training"], completed=step, description=f"loss {loss:.3f}")
 
+    def published(self, version: int) -> None:
+        if "training" in self._tasks and self._losses:
+            text = f"loss {self._losses[-1]:.3f}, waits until the engine serves version {version}"
+            self._progress.update(self._tasks["training"], description=text)
+
     def version(self, report: VersionReport) -> None:
         self._console.print(version_block(report, self._previous_loss))
         self._previous_loss = report.loss
@@ -148,7 +158,8 @@ def version_block(report: VersionReport, previous_loss: float | None) -> Panel:
     stale = Text(f"{report.stale_share:.1%}", style="bold yellow" if report.stale_share else "green")
     grid.add_row("gather", Text.assemble(stale, " of the bytes would have been stale without it"))
     first = " (first use: kernels are loaded)" if previous_loss is None else ""
-    rate = f" at {report.copy_bytes_per_second / 1e9:.2f} GB/s" if report.copy_bytes_per_second else ""
+    # The first copy loads the kernel; its rate says nothing.
+    rate = f" at {report.copy_bytes_per_second / 1e9:.2f} GB/s" if report.copy_bytes_per_second and not first else ""
     grid.add_row(
         "seconds",
         f"fence {report.fence_seconds:.4f}, gather {report.gather_seconds:.4f}, copy {report.copy_seconds:.4f}{rate}, "

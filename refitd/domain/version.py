@@ -24,6 +24,9 @@ class Evidence(IntEnum):
     FLAGS = 2
     COMPARED = 3
 
+    def __str__(self) -> str:
+        return self.name.lower()
+
 
 class GatherNeed(StrEnum):
     NEEDED = "needed"

@@ -122,8 +122,56 @@ def test_the_timeline_has_a_bar_of_phases_for_each_version(cli: Cli, versions: s
     assert [row["version"] for row in rows] == [1, 2]  # type: ignore[attr-defined]
     assert all(row["phases"] for row in rows)  # type: ignore[attr-defined]
     picture = cli.run("versions", "timeline", "--model", versions, columns=100)
-    assert "===" in picture
+    assert "p prepare" in picture
+    assert "ppp" in picture  # a vote is a commit to disk: the letters tell the phases apart without colour
     assert all(len(line) <= 100 for line in picture.splitlines())
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_tables_fit_the_terminal_with_one_line_per_version(cli: Cli, versions: str, columns: int) -> None:
+    digests = [item["digest"] for item in cli.json("versions", "list", "--model", versions)["versions"]]  # type: ignore[attr-defined,index]
+    table = cli.run("versions", "list", "--model", versions, columns=columns).splitlines()
+    assert len(table) == 1 + len(digests)
+    assert all(digest in line for digest, line in zip(digests, table[1:], strict=True))
+    status = cli.run("status", "--model", versions, columns=columns)
+    assert all(len(line) <= columns for line in [*table, *status.splitlines()])
+    assert f"digest {digests[0]}" in status
+
+
+def test_the_live_json_goes_on_while_the_daemon_is_away(tmp_path: Path, unused_port: int) -> None:
+    def serve() -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "refitd.cli.main", "serve", "--json", "--port", str(unused_port),
+             "--metrics-listen", "", "--data-dir", str(tmp_path)],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        return process
+
+    def end(process: subprocess.Popen[str], number: int) -> None:
+        process.send_signal(number)
+        process.communicate(timeout=30)
+
+    daemon = serve()
+    watch = subprocess.Popen(
+        [sys.executable, "-m", "refitd.cli.main", "status", "--watch", "--json", "--interval", "0.1",
+         "--server", f"127.0.0.1:{unused_port}"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert watch.stdout is not None
+        lines = (json.loads(line) for line in watch.stdout)
+        assert next(lines)["header"]["term"] == 1
+        end(daemon, signal.SIGKILL)
+        away = next(line for line in lines if "error" in line)
+        assert away["error"]["reason"] in ("UNAVAILABLE", "DEADLINE")
+        daemon = serve()
+        assert next(line for line in lines if "error" not in line and line["header"]["term"] == 2)
+    finally:
+        end(watch, signal.SIGINT)
+        end(daemon, signal.SIGTERM)
+    assert watch.returncode == OK
 
 
 def test_a_pin_shows_protects_and_goes(cli: Cli, versions: str) -> None:
@@ -132,9 +180,16 @@ def test_a_pin_shows_protects_and_goes(cli: Cli, versions: str) -> None:
     assert model["pins"] == [{"version": 1, "replica": ""}]
     problem = cli.json("versions", "retire", "1", "--model", versions, expect=PRECONDITION)["error"]
     assert problem["reason"] == "VERSION_PROTECTED"  # type: ignore[index]
-    cli.run("unpin", "--model", versions)
+    assert "v1 for every replica" in cli.run("unpin", "--model", versions)
+    assert "nothing was pinned" in cli.run("unpin", "--model", versions)
     cli.run("versions", "retire", "1", "--model", versions)
     assert cli.json("versions", "show", "1", "--model", versions)["state"] == "retired"
+
+
+def test_a_pin_of_a_replica_that_nobody_knows_says_so(cli: Cli, versions: str) -> None:
+    assert "no replica of" in cli.run("pin", "2", "--model", versions, "--replica", "mistyped")
+    assert "nothing was pinned for another" in cli.run("unpin", "--model", versions, "--replica", "another")
+    assert "v2 for mistyped" in cli.run("unpin", "--model", versions, "--replica", "mistyped")
 
 
 def test_agents_are_listed(cli: Cli, versions: str) -> None:
@@ -192,6 +247,16 @@ def test_the_doctor_refuses_fork_support(cli: Cli, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "1")
     report = cli.json("doctor", expect=FAILED)
     assert [finding["check"] for finding in report["findings"] if finding["level"] == "failed"] == ["fork support"]  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port that was free a moment ago; the daemon takes it twice, so that it can't be picked by the system."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 @pytest.fixture
