@@ -2,6 +2,7 @@
 #
 #   make demo    trains with Megatron-Core, serves every version from vLLM; DEMO="--steps 20 --every 2" passes options
 #   make test    all tests; PYTEST="tests/unit -k digest" picks
+#   make test-gpu  the tests that need a CUDA device
 #   make check   what a change must pass beside the tests
 #   make bench   speed against one memcpy of the same bytes
 #   make dev     the tests' environment and a daemon in the foreground
@@ -15,7 +16,7 @@ BENCH ?=
 # Two training ranks, an engine and a daemon share the machine; OpenMP's default would start as many threads for each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check format test demo bench protos dev clean
+.PHONY: help setup check format test test-gpu demo bench protos dev clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -37,6 +38,9 @@ format: setup
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST)
+
+test-gpu: setup
+	$(BIN)/python -m pytest tests/gpu -m gpu
 
 demo: setup
 	@$(BIN)/refitd demo $(DEMO)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from refitd.agent import arguments
 from refitd.agent.arena import HostArena
 from refitd.agent.checkpoint import ACQUIRE, TTL, CheckpointFence
 from refitd.agent.checkpoint_record import Recorder, recording
@@ -22,7 +23,7 @@ from refitd.agent.checkpoints import Checkpoints
 from refitd.agent.confirm import ConfirmRegister
 from refitd.agent.connection import Connection
 from refitd.agent.countdown import Countdown
-from refitd.agent.endpoint import LOWEST_RANK, Confirmer, Endpoint
+from refitd.agent.endpoint import LOWEST_RANK, Confirmer, Endpoint, run_proof
 from refitd.agent.fence_report import FenceReporter
 from refitd.agent.fence_service import FenceService
 from refitd.agent.fences import process_fences
@@ -42,6 +43,7 @@ from refitd.domain.errors import Invalid
 from refitd.domain.fence import WriterStrategy
 from refitd.domain.version import Evidence, Run, Version
 from refitd.rpc import convert
+from refitd.rpc.channel import TokenFile
 from refitd.transport.keeper_client import DEFAULT_KEEPER
 from refitd.v1 import admin_pb2, versions_pb2
 
@@ -103,13 +105,24 @@ class RefitClient:
         keeper: str = DEFAULT_KEEPER,
         serve_fences: bool = False,
     ) -> None:
-        if not model:
+        if not arguments.text("model", model):
             raise Invalid("model is empty", advice='name the stream of versions, e.g. model="policy"', field="model")
-        if not 0 <= rank < world_size:
+        world_size = arguments.whole_number("world_size", world_size, 1)
+        rank = arguments.whole_number("rank", rank, 0)
+        if rank >= world_size:
             raise Invalid(f"rank {rank} is not in 0..{world_size - 1}", advice="pass rank and world_size", field="rank")
-        if capacity < 1:
-            raise Invalid(f"capacity is {capacity}", advice="keep at least one version", field="capacity")
-        settings = load_client_settings(server, token_file=token_file, ca=ca)
+        capacity = arguments.whole_number("capacity", capacity, 1)
+        if run is not None and not isinstance(run, Run):
+            run = arguments.text("run", run)
+        if require_evidence is not None and not isinstance(require_evidence, Evidence):
+            raise Invalid(
+                f"require_evidence is {require_evidence!r}", advice="pass Evidence.COMPARED or the like",
+                field="require_evidence",
+            )  # fmt: skip
+        linger = arguments.duration("linger", linger)
+        settings = load_client_settings(
+            None if server is None else arguments.text("server", server), token_file=token_file, ca=ca
+        )
         self.model = model
         self._rank, self._world_size = rank, world_size
         self._run = run
@@ -130,6 +143,7 @@ class RefitClient:
         self._arena: HostArena | None = None
         self._reader: Reader | None = None
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
+        self._token = TokenFile(settings.token_file) if settings.token_file else None
         self._connection = Connection(settings.server, token_file=settings.token_file, ca=settings.ca)
         self._published = PublishedWeights()
         self._checkpoints = Checkpoints(
@@ -157,18 +171,20 @@ class RefitClient:
         Args:
             source: A state dict, a module, or a `WeightSource` such as `refit_megatron.MegatronSource`.
             step: The trainer's label; the same step with the same bytes is the same version again.
-            request_id: Makes a retry of the whole call safe: the version sealed under it is returned.
+            request_id: Makes a retry of the whole call safe: the version that this run sealed under it is returned. It
+                belongs to one step.
             schema_change: Allows a tensor set that differs from the previous version's.
             wait: "sealed", or "served": until `min_replicas` replicas serve it (None: all that live, at least one).
-            on_unavailable: "skip": None is returned if the daemon is away, and training goes on.
+            on_unavailable: "skip": None is returned if the daemon is away (dead or silent) and nothing was gathered,
+                and training goes on.
 
         Raises:
             RefitError: The same problem on all ranks. After UNAVAILABLE or DEADLINE the version may yet be sealed.
             Poisoned: An earlier gather never came back in this process.
         """
-        publisher = self._trainer(timeout)
+        publisher = self._trainer(arguments.duration("timeout", timeout))
         request = PublishRequest(
-            lambda: self._sources.source_of(source), step, timeout, request_id, dict(metadata or {}), schema_change,
+            lambda: self._sources.source_of(source), step, timeout, request_id, metadata, schema_change,
             mode, gather, wait, min_replicas, on_unavailable,
         )  # fmt: skip
         return publisher.publish(request)
@@ -212,7 +228,9 @@ class RefitClient:
             from_revision: First revision to deliver (an event's revision + 1 resumes after it); None: from now on.
         """
         self._connection.check()
-        if from_revision is None:
+        if from_revision is not None:
+            from_revision = arguments.whole_number("from_revision", from_revision, 0)
+        else:
             from_revision = newest_sealed(self._connection, self.model, Countdown(timeout))[0] + 1
         feed = Feed(self._connection, self.model, from_revision, progress_interval=PROGRESS)
         subscription = Subscription(feed, self._subscriptions.discard)
@@ -232,7 +250,8 @@ class RefitClient:
         Args:
             version: None: the newest sealed.
         """
-        return self._read().pull(version or 0, names, device, Countdown(timeout))
+        number = arguments.whole_number("version", version or 0, 0)
+        return self._read().pull(number, arguments.names("names", names), device, Countdown(timeout))
 
     def pull_into(
         self,
@@ -246,11 +265,13 @@ class RefitClient:
 
         Everything is staged and verified before the first byte is written. Names in `static` are left alone.
         """
-        return self._read().pull_into(target, version or 0, static, Countdown(timeout))
+        number = arguments.whole_number("version", version or 0, 0)
+        return self._read().pull_into(target, number, arguments.names("static", static) or (), Countdown(timeout))
 
     def versions(self, limit: int = 100, *, timeout: timedelta = CALL) -> list[Version]:
         """The newest versions, newest first, in any state; without their shares."""
         countdown, token = Countdown(timeout), ""
+        limit = arguments.whole_number("limit", limit, 0)
         found: list[Version] = []
         while len(found) < limit:
             request = versions_pb2.ListVersionsRequest(
@@ -271,12 +292,15 @@ class RefitClient:
 
     def pin(self, version: int, replicas: Collection[str] = (), *, timeout: timedelta = CALL) -> None:
         """Holds replicas (none named: all) to a kept version, and keeps that version."""
-        request = versions_pb2.PinRequest(model=self.model, version=version, replicas=sorted(replicas))
+        number = arguments.whole_number("version", version, 1)
+        named = sorted(arguments.names("replicas", replicas) or ())
+        request = versions_pb2.PinRequest(model=self.model, version=number, replicas=named)
         self._connection.call(self._connection.versions.Pin, request, "Pin", Countdown(timeout))
 
     def unpin(self, replicas: Collection[str] = (), *, timeout: timedelta = CALL) -> None:
         """Lets replicas (none named: all) follow the newest version again."""
-        request = versions_pb2.UnpinRequest(model=self.model, replicas=sorted(replicas))
+        named = sorted(arguments.names("replicas", replicas) or ())
+        request = versions_pb2.UnpinRequest(model=self.model, replicas=named)
         self._connection.call(self._connection.versions.Unpin, request, "Unpin", Countdown(timeout))
 
     def close(self) -> None:
@@ -332,18 +356,20 @@ class RefitClient:
             if self._publisher is not None:
                 return self._publisher
             run = self._agreed_run(timeout)
-            register = None
+            register, proof = None, run_proof(self._token, run.id)
+            proof()  # a token that cannot be read is said here, and not in the middle of a gather
             own = f"{self.model}/rank{self._rank}/"
             fences = FenceService(lambda domain: domain.startswith(own)) if self._serve_fences else None
             if self._world_size > 1 and self._rank == LOWEST_RANK:
                 register = ConfirmRegister(run.id, self._world_size)
-                self._endpoint = Endpoint(register, self._advertise_host, fences=fences)
+                self._endpoint = Endpoint(register, self._advertise_host, proof, fences=fences)
                 tell_endpoint(run.id, self._endpoint.address)
             elif fences is not None:
-                self._endpoint = Endpoint(ConfirmRegister(run.id, 1), self._advertise_host, fences=fences)
+                self._endpoint = Endpoint(ConfirmRegister(run.id, 1), self._advertise_host, proof, fences=fences)
             self._confirmer = Confirmer(
-                run.id, self._rank, endpoint=self._endpoint, register=register, find=lambda: find_endpoint(run.id)
-            )
+                run.id, self._rank, endpoint=self._endpoint, register=register, find=lambda: find_endpoint(run.id),
+                proof=proof,
+            )  # fmt: skip
             address = self._endpoint.address if self._endpoint is not None else ""
             trainer = TrainerInfo(run, self._rank, self._world_size, address)
             session = self._trainer_session = Session(self._connection, self.model, trainer)

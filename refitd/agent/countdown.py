@@ -8,14 +8,19 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
+from refitd.agent.arguments import duration
 from refitd.domain.errors import Deadline
+
+# gRPC and the operating system do not wait for as long as a timedelta can tell: poll() counts 32 bits of milliseconds.
+LONGEST_SECONDS = 20 * 86400.0
 
 
 class Countdown:
-    """Runs out `timeout` after it was made."""
+    """Runs out `timeout` after it was made, after 20 days at the latest. Raises `Invalid` for what is no timedelta."""
 
     def __init__(self, timeout: timedelta) -> None:
-        self._end = time.monotonic() + max(timeout.total_seconds(), 0.0)
+        seconds = duration("timeout", timeout).total_seconds()
+        self._end = time.monotonic() + min(max(seconds, 0.0), LONGEST_SECONDS)
 
     @property
     def end(self) -> float:

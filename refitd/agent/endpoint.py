@@ -8,9 +8,13 @@ it calls the register directly, elsewhere over the wire. Knows nothing of the da
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -21,8 +25,8 @@ from refitd.agent.confirm import ConfirmRegister, GatherPhase, absent
 from refitd.agent.countdown import Countdown
 from refitd.agent.fence_rpcs import FenceRpcs
 from refitd.agent.fence_service import FenceService
-from refitd.domain.errors import Deadline, Internal, Problem, RefitError, Unavailable
-from refitd.rpc.channel import open_channel
+from refitd.domain.errors import Deadline, Internal, Invalid, Problem, RefitError, Unauthenticated, Unavailable
+from refitd.rpc.channel import TokenFile, open_channel
 from refitd.rpc.convert import problem_from_proto, problem_to_proto
 from refitd.rpc.status import from_rpc_error, status_code, trailing_metadata
 from refitd.v1 import endpoint_pb2 as pb
@@ -30,11 +34,59 @@ from refitd.v1 import endpoint_pb2_grpc as pb_grpc
 
 T = TypeVar("T")
 
+Proof = Callable[[], str]
+
 LOWEST_RANK = 0
 START_SECONDS = 10.0
 RETRY_SECONDS = 0.05
 # An answer must leave the lowest rank before the caller's own deadline, or the caller could not hear the verdict.
 ANSWER_SECONDS = 0.25
+
+
+def run_proof(token: TokenFile | None, run_id: str) -> Proof:
+    """What a rank shows to another rank of its run: both have the daemon's token, which itself never crosses this wire
+    (ranks talk in clear). Without a token: nothing, as with the daemon. Raises `Unauthenticated` if the token could
+    never be read; a file that vanishes later must not break a gather under way."""
+    shown = ""
+
+    def proof() -> str:
+        nonlocal shown
+        if token is None:
+            return ""
+        try:
+            shown = "Run " + hmac.new(token.read().encode(), run_id.encode(), hashlib.sha256).hexdigest()
+        except Unauthenticated:
+            if not shown:
+                raise
+        return shown
+
+    return proof
+
+
+class _RanksOnly(grpc.aio.ServerInterceptor):
+    """Refuses every call, of whatever service, that does not carry the run's proof, if there is one."""
+
+    def __init__(self, proof: Proof) -> None:
+        self._proof = proof
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        given = str(dict(handler_call_details.invocation_metadata or ()).get("authorization", ""))
+        wanted = self._proof()
+        if not wanted or hmac.compare_digest(given.encode(), wanted.encode()):
+            return await continuation(handler_call_details)
+        error = Unauthenticated(
+            "the caller is no rank of this run: it does not know the daemon's token",
+            advice="start all ranks with the same REFITD_TOKEN_FILE",
+        )
+
+        async def refuse(request: Any, context: Any) -> NoReturn:
+            await _abort(context, error)
+
+        return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 class _Servicer(FenceRpcs, pb_grpc.EndpointServiceServicer):
@@ -86,11 +138,15 @@ class Endpoint:
 
     Args:
         host: Address to bind and to announce; others must be able to reach it.
+        proof: What callers must show (see `run_proof`); "": nothing.
         fences: Serves fences of this process to readers in others; None: no fences are given here.
     """
 
-    def __init__(self, register: ConfirmRegister, host: str, *, fences: FenceService | None = None) -> None:
+    def __init__(
+        self, register: ConfirmRegister, host: str, proof: Proof = lambda: "", *, fences: FenceService | None = None
+    ) -> None:
         self._register = register
+        self._proof = proof
         self._fences = fences
         self._host = host
         self._loop = asyncio.new_event_loop()
@@ -113,17 +169,25 @@ class Endpoint:
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
     def call(self, work: Coroutine[Any, Any, T], *, seconds: float) -> T:
-        """Runs a coroutine on the endpoint's loop and waits at most `seconds`. Raises TimeoutError."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Runs a coroutine on the endpoint's loop and waits at most `seconds`. Raises TimeoutError; `Invalid` once it
+        is closed."""
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop is closed: another thread closed the client in the middle of a publish
+            work.close()
+            raise _closed() from None
         try:
             return future.result(seconds)
+        except CancelledError:  # closed while it waited
+            raise _closed() from None
         except BaseException:
             future.cancel()
             raise
 
     def soon(self, work: Callable[..., None], *args: object) -> None:
-        """Calls a function on the endpoint's loop, without waiting."""
-        self._loop.call_soon_threadsafe(work, *args)
+        """Calls a function on the endpoint's loop, without waiting; does nothing once it is closed."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(work, *args)
 
     def close(self) -> None:
         """Stops the server and joins its thread."""
@@ -139,11 +203,12 @@ class Endpoint:
             self._failure = error
         finally:
             self._started.set()
+            self._loop.run_until_complete(_end_tasks())
             self._loop.close()
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)], interceptors=[_RanksOnly(self._proof)])
         pb_grpc.add_EndpointServiceServicer_to_server(_Servicer(self._register, self._fences), server)
         bind = f"[{self._host}]:0" if ":" in self._host else f"{self._host}:0"
         self._port = server.add_insecure_port(bind)
@@ -156,12 +221,26 @@ class Endpoint:
             await server.stop(0)
 
 
+def _closed() -> Invalid:
+    return Invalid("this client is closed", advice="make a new one")
+
+
+async def _end_tasks() -> None:
+    """Ends what `Endpoint.call` has brought to this loop, so that no thread waits for an answer that never comes."""
+    await asyncio.sleep(0)
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class Confirmer:
     """One rank's side of confirmation. Methods block up to their deadline; called from the publishing thread.
 
     Args:
         endpoint, register: This rank's own; given on the lowest rank only.
         find: Where the lowest rank listens, as far as it is known without the daemon; "" if it is not.
+        proof: What this rank shows to the lowest one.
     """
 
     def __init__(
@@ -172,7 +251,9 @@ class Confirmer:
         endpoint: Endpoint | None,
         register: ConfirmRegister | None,
         find: Callable[[], str] = lambda: "",
+        proof: Proof = lambda: "",
     ) -> None:
+        self._proof = proof
         self._run_id = run_id
         self._rank = rank
         self._endpoint = endpoint
@@ -222,7 +303,7 @@ class Confirmer:
         if self._endpoint and self._register:
             try:
                 return self._endpoint.call(self._report_here(key, phase), seconds=seconds)
-            except TimeoutError:
+            except (TimeoutError, Invalid):
                 return None
         if self._channel is None:
             return None
@@ -230,7 +311,9 @@ class Confirmer:
             run_id=self._run_id, confirm_key=key, rank=self._rank, phase=pb.GatherPhase.ValueType(phase)
         )
         try:
-            reply = pb_grpc.EndpointServiceStub(self._channel[1]).ReportPhase(request, timeout=seconds)
+            reply = pb_grpc.EndpointServiceStub(self._channel[1]).ReportPhase(
+                request, timeout=seconds, metadata=self._metadata()
+            )
         except grpc.RpcError:
             return None
         return tuple(GatherPhase(value) for value in reply.phases)
@@ -239,6 +322,10 @@ class Confirmer:
         if self._channel is not None:
             self._channel[1].close()
             self._channel = None
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        proof = self._proof()
+        return (("authorization", proof),) if proof else ()
 
     def _dial(self, address: str) -> None:
         if self._channel is None or self._channel[0] != address:
@@ -279,7 +366,7 @@ class Confirmer:
         stub = pb_grpc.EndpointServiceStub(channel)
         while not countdown.over:
             try:
-                reply = stub.Confirm(request, timeout=countdown.seconds)
+                reply = stub.Confirm(request, timeout=countdown.seconds, metadata=self._metadata())
             except grpc.RpcError as failure:
                 error = from_rpc_error(failure, server=address, method="Confirm")
                 if isinstance(error, Deadline):

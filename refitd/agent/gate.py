@@ -22,12 +22,17 @@ class ClosedFor(StrEnum):
     JOINING = "joining"
     INSTALLING = "installing"
     TAINTED = "tainted"
+    DEAD = "dead"
     SHUTDOWN = "shutdown"
+
+
+# Nothing will open the gate again, so that nobody waits.
+FINAL = (ClosedFor.DEAD, ClosedFor.SHUTDOWN)
 
 
 @dataclass(frozen=True)
 class Closed:
-    """Why the gate is closed, since when (monotonic seconds), and the problem behind TAINTED."""
+    """Why the gate is closed, since when (monotonic seconds), and the problem behind it, if there is one."""
 
     reason: ClosedFor
     since: float
@@ -59,17 +64,23 @@ class AdmissionGate:
         return self._waiting
 
     def open(self) -> None:
-        """Lets every waiting request in."""
+        """Lets every waiting request in. After SHUTDOWN it does nothing."""
         with self._condition:
-            self._closed = None
-            self._wake()
+            if self._closed is None or self._closed.reason is not ClosedFor.SHUTDOWN:
+                self._closed = None
+                self._wake()
 
     def close(self, reason: ClosedFor, problem: Problem | None = None) -> None:
-        """Holds back all further requests; those that entered before are not touched. SHUTDOWN ends waits."""
+        """Holds back all further requests; those that entered before are not touched.
+
+        DEAD and SHUTDOWN end waits. SHUTDOWN is for good: an install that is late can't undo it.
+        """
         with self._condition:
+            if self._closed is not None and self._closed.reason is ClosedFor.SHUTDOWN:
+                return
             since = self._closed.since if self._closed else time.monotonic()
             self._closed = Closed(reason, since, problem)
-            if reason is ClosedFor.SHUTDOWN:
+            if reason in FINAL:
                 self._wake()
 
     def enter(self, timeout: timedelta | None = None) -> None:
@@ -78,7 +89,7 @@ class AdmissionGate:
         Raises:
             Tainted: still closed at the deadline, after a failed install; the problem is quoted.
             Deadline: still closed at the deadline, for another reason, which is named.
-            Unavailable: the replica was closed.
+            Unavailable: the replica was closed, or its engine is dead.
         """
         if self._closed is None:
             return
@@ -89,7 +100,7 @@ class AdmissionGate:
             try:
                 while self._closed is not None:
                     left = deadline - time.monotonic()
-                    if left <= 0 or self._closed.reason is ClosedFor.SHUTDOWN:
+                    if left <= 0 or self._closed.reason in FINAL:
                         raise refusal(self._closed, wait)
                     self._condition.wait(left)
             finally:
@@ -106,7 +117,7 @@ class AdmissionGate:
                 if closed is None:
                     return
                 left = deadline - time.monotonic()
-                if left <= 0 or closed.reason is ClosedFor.SHUTDOWN:
+                if left <= 0 or closed.reason in FINAL:
                     raise refusal(closed, wait)
                 woken: asyncio.Future[None] = loop.create_future()
                 self._waiters[woken] = loop
@@ -135,6 +146,11 @@ def refusal(closed: Closed, wait: timedelta) -> RefitError:
     """The error for a request that was not let in."""
     if closed.reason is ClosedFor.SHUTDOWN:
         return Unavailable("the replica was closed while requests waited at its gate", phase="gate")
+    if closed.reason is ClosedFor.DEAD:
+        dead = closed.problem
+        return Unavailable(
+            dead.message if dead else "the engine is dead", advice=dead.advice if dead else "restart it", phase="gate"
+        )
     waited = f"after {wait.total_seconds():.3g} s the gate is still closed"
     if closed.reason is ClosedFor.TAINTED:
         cause = f": {closed.problem.message}" if closed.problem else ""
@@ -148,8 +164,11 @@ def refusal(closed: Closed, wait: timedelta) -> RefitError:
         ClosedFor.JOINING: "no version has been installed yet",
         ClosedFor.INSTALLING: "a version is being installed",
     }[closed.reason]
-    return Deadline(
-        f"{waited} ({closed.reason.value.upper()}): {what}",
-        advice="look at `refitd status` for what the replica waits for",
-        phase="gate",
-    )
+    text = f"{waited} ({closed.reason.value.upper()}): {what}"
+    if closed.problem is not None:
+        return Deadline(
+            f"{text}; {closed.problem.reason}: {closed.problem.message}",
+            advice=closed.problem.advice or "look at `refitd status`",
+            phase="gate", cause=closed.problem.reason,
+        )  # fmt: skip
+    return Deadline(text, advice="look at `refitd status` for what the replica waits for", phase="gate")

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from refitd.agent.gate import AdmissionGate, ClosedFor
 from refitd.domain.agent import ReplicaReport, ReplicaState, TransportKind
-from refitd.domain.errors import Deadline, Internal, Problem, RefitError, Tainted, Unsupported
+from refitd.domain.errors import Deadline, EngineDead, Internal, Problem, RefitError, Tainted, Unavailable, Unsupported
 from refitd.domain.version import Run
 from refitd.engine.base import Engine, Manifest, StageReport
 
@@ -88,7 +88,10 @@ class InstallTimeouts:
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """A snapshot: what is served (was, if TAINTED), what is under way, and the last problem, if it still stands."""
+    """A snapshot: what is served (was, if TAINTED), what is under way, and the last problem, if it still stands.
+
+    `daemon_problem`: why the daemon could not be told the last time; None: it knows.
+    """
 
     replica: str
     report: ReplicaReport
@@ -96,6 +99,7 @@ class ReplicaStatus:
     gate_closed: ClosedFor | None
     waiting_requests: int
     attempts: int
+    daemon_problem: Problem | None = None
 
 
 @dataclass
@@ -140,6 +144,9 @@ class InstallAgent:
         self._failure: _Failure | None = None
         self._settled: Target | None = None
         self._installed_run: Run | None = None
+        self._installed_digest = ""
+        self._confirmed_as = ""
+        self._daemon_problem: Problem | None = None
         self._report = ReplicaReport(ReplicaState.JOINING)
         self._sent: tuple[ReplicaReport, str] | None = None
         self._resend_at = 0.0
@@ -153,7 +160,7 @@ class InstallAgent:
         closed = self._gate.closed
         return ReplicaStatus(
             self._replica, self._report, self._session.target(), closed.reason if closed else None,
-            self._gate.waiting, self._attempts,
+            self._gate.waiting, self._attempts, self._daemon_problem,
         )  # fmt: skip
 
     @property
@@ -167,7 +174,8 @@ class InstallAgent:
         return self._report.installed_version
 
     def close(self, timeout: timedelta = timedelta(seconds=30)) -> None:
-        """Ends both threads; an install under way is finished first. The engine goes on serving what it has.
+        """Ends both threads. The engine goes on serving what it has: an install that has paused it is finished first,
+        one that still stages is given up.
 
         Raises `Deadline` if a step did not return in time; its thread is then left to the end of the process.
         """
@@ -218,11 +226,11 @@ class InstallAgent:
         lease: Lease | None = None
         try:
             lease = self._session.acquire_lease(self._timeouts.control)
-            if lease.version != self._report.installed_version or self._report.state is ReplicaState.TAINTED:
-                self._attempts += 1
-                manifest = self._session.manifest(lease.version, self._timeouts.control)
+            manifest = self._to_install(lease, target)
+            if manifest is not None:
                 self._check_order(lease, manifest)
                 self._install_manifest(manifest)
+                self._confirmed_as = target.agent_id
             elif self._report.problem is not None:
                 # What failed is not wanted any more (a pin went back to what is served).
                 self._report = replace(self._report, problem=None, pending_version=0)
@@ -236,6 +244,23 @@ class InstallAgent:
             except Exception as error:
                 # Leases end with the agent's registration, so a lost release holds a version back, not for ever.
                 log.warning("replica %s: lease %s was not released: %s", self._replica, lease.lease_id, error)
+
+    def _to_install(self, lease: Lease, target: Target) -> Manifest | None:
+        """The manifest of the leased version; None if it is what is served.
+
+        To a daemon that registered the replica anew the number alone says little: one that lost its state counts from 1
+        again, and the replica would take another model's version for its own.
+        """
+        served = lease.version == self._report.installed_version and self._report.state is not ReplicaState.TAINTED
+        if served and target.agent_id == self._confirmed_as:
+            return None
+        if not served:
+            self._attempts += 1
+        manifest = self._session.manifest(lease.version, self._timeouts.control)
+        if served and (manifest.version.run, manifest.version.digest) == (self._installed_run, self._installed_digest):
+            self._confirmed_as = target.agent_id
+            return None
+        return manifest
 
     def _check_order(self, lease: Lease, manifest: Manifest) -> None:
         """Monotonic: only a pin or a new run takes a replica back."""
@@ -255,6 +280,9 @@ class InstallAgent:
             self._report = ReplicaReport(state, self._report.installed_version, version)
             self._send()
         staged: StageReport = clock.run("stage", self._step, self._engine.stage, limits.stage, manifest)
+        if self._closing:
+            # Whoever closes may have stopped waiting, and holds the engine for its own from then on.
+            raise Unavailable("the replica was closed while it staged; the engine was not touched", phase="stage")
         self._gate.close(ClosedFor.INSTALLING)
         self._report = replace(self._report, state=ReplicaState.INSTALLING, pending_version=version)
         touched = False
@@ -274,11 +302,13 @@ class InstallAgent:
             clock.run("resume", self._step, self._engine.resume, limits.resume, version)
             clock.run("probe", self._step, self._engine.probe, limits.probe)
         except Exception as error:
+            if isinstance(error, EngineDead):
+                raise
             if not touched:
                 self._reopen(error)
                 raise
             raise _tainted(error, version, self._replica) from error
-        self._installed_run = manifest.version.run
+        self._installed_run, self._installed_digest = manifest.version.run, manifest.version.digest
         self._report = ReplicaReport(
             ReplicaState.SERVING, version, 0, None, clock.timings,
             staged.num_bytes, _transport_kind(staged), f"staged over {staged.transport}: {staged.choice_reason}",
@@ -286,24 +316,26 @@ class InstallAgent:
         self._gate.open()
 
     def _reopen(self, error: BaseException) -> None:
-        """After a failure before the first byte: the old version serves on, if the engine can be resumed."""
+        """After a failure before the first byte: all is as it was, if the engine can be resumed."""
         installed = self._report.installed_version
-        if installed == 0:
-            self._gate.close(ClosedFor.JOINING)
-            return
         was_tainted = self._report.problem is not None and self._report.problem.reason == Tainted.reason
         if was_tainted:
             self._gate.close(ClosedFor.TAINTED, self._report.problem)
             return
         try:
             self._step("resume", self._engine.resume, self._timeouts.resume, installed)
+        except EngineDead:
+            raise
         except Exception as second:
             raise Tainted(
                 f"replica {self._replica!r} could not be resumed after {error}: {second}",
                 advice="the next install resumes it; else restart the engine",
                 agent=self._replica, phase="resume",
             ) from second  # fmt: skip
-        self._gate.open()
+        if installed:
+            self._gate.open()
+        else:
+            self._gate.close(ClosedFor.JOINING)
 
     def _failed(self, target: Target, version: int, error: BaseException) -> None:
         problem = _problem(error)
@@ -311,7 +343,10 @@ class InstallAgent:
         log.debug("the failed install", exc_info=error)
         before = self._report
         was_tainted = before.problem is not None and before.problem.reason == Tainted.reason
-        if isinstance(error, Tainted) or was_tainted:
+        if isinstance(error, EngineDead):
+            self._report = ReplicaReport(ReplicaState.TAINTED, before.installed_version, version, problem)
+            self._gate.close(ClosedFor.DEAD, problem)
+        elif isinstance(error, Tainted) or was_tainted:
             # A taint stays the problem until a whole version is in, whatever else fails on the way.
             shown = problem if isinstance(error, Tainted) else before.problem
             self._report = ReplicaReport(ReplicaState.TAINTED, before.installed_version, version, shown)
@@ -319,12 +354,18 @@ class InstallAgent:
         else:
             state = ReplicaState.SERVING if before.installed_version else ReplicaState.JOINING
             self._report = ReplicaReport(state, before.installed_version, version, problem)
+            self._explain_joining()
         tried = self._failure.attempts + 1 if self._failure and self._failure.target == target else 1
         wait = min(self._timeouts.retry * 2 ** min(tried - 1, 20), self._timeouts.retry_most)
         self._failure = _Failure(target, tried, time.monotonic() + wait.total_seconds())
 
     def _step(self, phase: str, call: Callable[..., T], timeout: timedelta, *leading: object) -> T:
         return self._steps.run(phase, lambda: call(*leading, timeout), timeout)
+
+    def _explain_joining(self) -> None:
+        """Requests that wait for the first version are told what keeps it from them."""
+        if self._report.state is ReplicaState.JOINING:
+            self._gate.close(ClosedFor.JOINING, self._report.problem or self._daemon_problem)
 
     def _unsent(self) -> bool:
         return self._sent != (self._report, self._session.target().agent_id)
@@ -340,8 +381,11 @@ class InstallAgent:
         except Exception as error:
             self._resend_at = now + self._timeouts.retry.total_seconds()
             log.info("replica %s: report %s was not sent: %s", self._replica, report.state.value, error)
+            self._daemon_problem = _problem(error)
         else:
             self._sent = (report, agent_id)
+            self._daemon_problem = None
+        self._explain_joining()
 
 
 class _PhaseClock:
@@ -422,8 +466,8 @@ def _problem(error: BaseException) -> Problem:
     return Internal(f"{type(error).__name__}: {error}", advice="report this with the log").problem
 
 
-def _tainted(error: BaseException, version: int, replica: str) -> Tainted:
-    if isinstance(error, Tainted):
+def _tainted(error: BaseException, version: int, replica: str) -> Tainted | EngineDead:
+    if isinstance(error, Tainted | EngineDead):
         return error
     problem = _problem(error)
     return Tainted(

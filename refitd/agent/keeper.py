@@ -173,8 +173,9 @@ class Keeper:
         known = self._arenas.get(name)
         if known is None:
             self._arenas[name] = _Arena(os.dup(fd), stat.st_size, connection, request.linger_s)
-        elif known.owner is None and os.fstat(known.fd).st_ino == stat.st_ino:
-            # The owner lost its connection, not its life, and comes back for its own memory.
+        elif known.owner in (None, connection) and os.fstat(known.fd).st_ino == stat.st_ino:
+            # The owner lost its connection, not its life, and comes back for its own memory; or it repeats a put whose
+            # answer it did not wait for, because this process was stopped.
             known.owner, known.linger_s = connection, request.linger_s
         else:
             return "the name is taken"

@@ -18,7 +18,8 @@ from refitd.domain.version import Evidence, Version
 from refitd.rpc import convert
 from refitd.v1 import admin_pb2, types_pb2, versions_pb2
 
-POLL_SECONDS = 0.1
+# A fleet takes seconds to follow, one small replica milliseconds: the wait between two looks grows from the first.
+POLL_SECONDS, POLL_MOST_SECONDS = 0.005, 0.2
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,12 @@ def wait_until_served(
 ) -> Result:
     """Blocks until replicas serve the version or a newer one: `min_replicas`, or all that live and at least one.
 
-    Raises `Deadline` saying how many of how many serve it; the version stays sealed.
+    Raises `Deadline` saying how many of how many serve it, and of each that does not why, as far as it has reported a
+    problem; the version stays sealed.
     """
     request = admin_pb2.GetStatusRequest(model=model)
-    serving, replicas, last = 0, 0, ""
+    serving, replicas, poll = 0, 0, POLL_SECONDS
+    behind: list[admin_pb2.AgentStatus] = []
     with phases("served"):
         while not countdown.over:
             reply = connection.call(connection.admin.GetStatus, request, "GetStatus", countdown)
@@ -156,16 +159,26 @@ def wait_until_served(
                 if agent.state == types_pb2.REPLICA_STATE_SERVING and agent.installed_version >= result.version
             ]
             serving, replicas = len(done), len(live)
-            last = ", ".join(sorted(agent.replica for agent in live if agent not in done))
+            behind = sorted((agent for agent in live if agent not in done), key=lambda agent: agent.replica)
             if serving >= (max(replicas, 1) if min_replicas is None else min_replicas):
                 return replace(result, serving=serving, replicas=replicas, timings=phases.seconds)
-            connection.pause(min(POLL_SECONDS, countdown.seconds))
+            connection.pause(min(poll, countdown.seconds))
+            poll = min(1.5 * poll, POLL_MOST_SECONDS)
     raise Deadline(
         f"version {result.version} is sealed, but {serving} of {replicas} replicas serve it"
-        + (f"; not yet: {last}" if last else ""),
+        + (f"; not yet: {', '.join(map(_why_behind, behind))}" if behind else ""),
         advice="the version stays sealed; look at `refitd status`",
         phase="served",
         version=result.version,
         serving=serving,
         replicas=replicas,
+        agents=[agent.replica for agent in behind] or None,
+        tensor=next((agent.problem.subject["tensor"] for agent in behind if "tensor" in agent.problem.subject), None),
     )
+
+
+def _why_behind(agent: admin_pb2.AgentStatus) -> str:
+    """A replica's name, with the problem that keeps it from serving if it told one."""
+    if not agent.problem.reason:
+        return agent.replica
+    return f"{agent.replica} (agent {agent.agent_id}, {agent.problem.reason}: {agent.problem.message})"

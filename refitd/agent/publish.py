@@ -12,9 +12,10 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
+from refitd.agent import arguments
 from refitd.agent.checkpoint import SavedWeights
 from refitd.agent.checkpoints import Checkpoints
 from refitd.agent.clearance import FENCE_SHARE, Clearance
@@ -32,6 +33,7 @@ from refitd.agent.snapshot import RankShares, Snapshots, Staged
 from refitd.domain.agent import TrainerInfo
 from refitd.domain.errors import (
     CollectiveStuck,
+    Deadline,
     EvidenceTooWeak,
     Internal,
     Invalid,
@@ -54,6 +56,7 @@ CLOSING_SHARE, CLOSING_MOST = 0.1, timedelta(seconds=3)
 # A vote may take this share of the time, so that a late decision still leaves room for what follows it.
 VOTE_SHARE = 0.6
 POISONED_VOTE = timedelta(seconds=2)
+INTERRUPTED = timedelta(seconds=1)
 
 
 @dataclass(frozen=True)
@@ -64,14 +67,14 @@ class PublishRequest:
         source: Gives the weights; called once, in the publishing thread, so that its failure is voted like any other.
         timeout: Of the whole call.
         wait: "sealed", or "served": until `min_replicas` (None: all that live, at least one) serve this version.
-        on_unavailable: "skip": an unreachable daemon is no error as long as nothing was gathered; the result is None.
+        on_unavailable: "skip": a dead or silent daemon is no error as long as nothing was gathered; the result is None.
     """
 
     source: Callable[[], WeightSource]
     step: int
     timeout: timedelta
     request_id: str = ""
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] | None = None
     schema_change: bool = False
     mode: str = "snapshot"
     gather: str = "auto"
@@ -102,6 +105,7 @@ class _Attempt:
         # Of what was sealed: this rank's part of the digest.
         self.part = 0
         self.shares: RankShares | None = None
+        self.daemon_away = False
 
 
 class Publisher:
@@ -149,7 +153,7 @@ class Publisher:
     def publish(self, request: PublishRequest) -> Result | None:
         """Collective over the run's ranks: each must call it, with equal arguments. Blocks up to `request.timeout`.
 
-        Returns the sealed version; None only if the daemon is unreachable and `on_unavailable="skip"`.
+        Returns the sealed version; None only if the daemon is away, nothing was gathered and `on_unavailable="skip"`.
 
         Raises:
             RefitError: The same problem on all ranks (see the reasons in refitd.domain.errors). Nothing was sealed,
@@ -165,19 +169,18 @@ class Publisher:
         )  # fmt: skip
         try:
             return self._publish(attempt)
+        except RefitError as failure:
+            away = attempt.daemon_away or _daemon_is_away(failure)
+            if request.on_unavailable == "skip" and away and not attempt.gathered:
+                return None
+            raise
         finally:
             attempt.clearance.release()
             self._confirmer.finish()
             self._busy.release()
 
     def _publish(self, a: _Attempt) -> Result | None:
-        refusal = self._prepare_locally(a)
-        try:
-            decision = self._vote(a, refusal)
-        except Unavailable:
-            if a.request.on_unavailable == "skip":
-                return None
-            raise
+        decision = self._vote(a, self._prepare_locally(a))
         kind = convert.decision_from_proto(decision.decision)
         if kind is DecisionKind.REFUSE:
             if "layout_hash" in decision.problem.subject:
@@ -204,13 +207,19 @@ class Publisher:
         """Everything that can fail on one rank alone, before any agreement; a failure is this rank's refusal."""
         try:
             self._poison.check()
-            _check_arguments(a.request)
+            a.request = _checked(a.request)
             with a.phases("layout"):
                 a.source = a.request.source()
                 a.layout = a.source.layout()
+                if not a.layout.tensors:
+                    raise Invalid(
+                        "the source has no tensors", advice="publish on every rank the tensors that it holds",
+                        field="source",
+                    )  # fmt: skip
                 a.layout_hash = self._layouts.put(a.layout, a.work)
             with a.phases("check"):
-                a.need, a.no_gather_reason = a.source.check()
+                need, a.no_gather_reason = a.source.check()
+                a.need = GatherNeed(need)
             with a.phases("fence"):
                 # Ends before the votes of the others do, so that a refusal is still heard.
                 limit = a.work.part(VOTE_SHARE * FENCE_SHARE, at_most=a.request.timeout)
@@ -227,12 +236,13 @@ class Publisher:
 
     def _vote(self, a: _Attempt, refusal: Problem | None) -> pb.PrepareResponse:
         """Blocks until the daemon decided for all ranks."""
+        said = a.request if refusal is None else _sendable(a.request)
         request = pb.PrepareRequest(
             model=self._model, run=self._run, rank=self._rank, world_size=self._trainer.world_size,
-            vote_id=a.vote_id, request_id=a.request.request_id, step=a.request.step,
+            vote_id=a.vote_id, request_id=said.request_id, step=said.step,
             gather_need=convert.gather_need_to_proto(a.need), layout_hash=a.layout_hash,
-            hand_out=convert.hand_out_to_proto(HandOut.SNAPSHOT), schema_change=a.request.schema_change,
-            capacity=self._capacity, metadata=a.request.metadata, finalise_pending=a.clearance.finalise_pending,
+            hand_out=convert.hand_out_to_proto(HandOut.SNAPSHOT), schema_change=said.schema_change,
+            capacity=self._capacity, metadata=said.metadata, finalise_pending=a.clearance.finalise_pending,
         )  # fmt: skip
         limit = a.work.part(VOTE_SHARE, at_most=a.request.timeout)
         if refusal is not None:
@@ -247,6 +257,7 @@ class Publisher:
         except RefitError as failure:
             if refusal is not None and isinstance(a.failure, RefitError):
                 raise a.failure from None  # the daemon is away, but why this rank refused is known
+            a.daemon_away = _daemon_is_away(failure)
             # The others may hold a decision that this rank never got; none of them may go on without it.
             problem = problem_of(failure, self._rank, self._trainer.world_size)
             with a.phases("confirm"):
@@ -255,6 +266,10 @@ class Publisher:
             if verdict == problem:
                 raise
             raise verdict.to_error() from failure
+        except BaseException as failure:  # Ctrl-C: this rank leaves, and the others need not wait to find that out
+            problem = problem_of(failure, self._rank, self._trainer.world_size)
+            self._confirmer.refuse(a.vote_id, problem, a.whole.part(1.0, at_most=INTERRUPTED))
+            raise
         if decision.confirm_key:
             self._confirmer.learn(decision.confirm_endpoint, decision.confirm_key, tuple(decision.vote_ids))
         return decision
@@ -333,6 +348,13 @@ class Publisher:
         assert a.source is not None
         assert a.layout is not None
         buffers = a.source.buffers()
+        sizes = tuple(buffer.num_bytes for buffer in buffers)
+        if sizes != a.layout.buffer_bytes:  # bytes of another structure must not be sealed under this layout
+            raise Invalid(
+                f"rank {self._rank}: the source gives {len(sizes)} buffers of {sum(sizes)} bytes, and its layout says "
+                f"{len(a.layout.buffer_bytes)} of {sum(a.layout.buffer_bytes)}",
+                advice="leave the weights' structure as it is until publish() returns", rank=self._rank,
+            )  # fmt: skip
         if decision.compare_with:  # this run sealed this step before: only equality is in question
             return self._snapshots.digest(a.layout, a.layout_hash, buffers, shares)
         return self._snapshots.copy(
@@ -381,8 +403,10 @@ class Publisher:
             problem=convert.problem_to_proto(problem),
         )  # fmt: skip
         # A refusal means that the version is sealed, or that another rank aborted it first: what is stored decides.
-        with suppress(RefitError):
+        try:
             self._connection.call(self._connection.versions.Abort, abort, "Abort", limit)
+        except RefitError as refused:
+            a.daemon_away = _daemon_is_away(refused)
         if not isinstance(failure, Exception):
             raise failure
         stored = stored_version(self._connection, self._model, version, limit)
@@ -397,8 +421,8 @@ class Publisher:
         raise first.to_error() from failure
 
 
-def _check_arguments(request: PublishRequest) -> None:
-    """Raises `Unsupported` or `Invalid` for what no rank can do."""
+def _checked(request: PublishRequest) -> PublishRequest:
+    """The request with plain ints and dicts. Raises `Unsupported` or `Invalid` for what no rank can do."""
     if request.mode != "snapshot":
         raise Unsupported(f'mode="{request.mode}" is not built yet', advice='use mode="snapshot"')
     if request.gather != "auto":
@@ -411,5 +435,31 @@ def _check_arguments(request: PublishRequest) -> None:
         raise Invalid(f"wait={request.wait!r}", advice='use "sealed" or "served"', field="wait")
     if request.on_unavailable not in ("raise", "skip"):
         raise Invalid(f"on_unavailable={request.on_unavailable!r}", advice='use "raise" or "skip"')
-    if not 0 <= request.step < 1 << 63:
-        raise Invalid(f"step {request.step} is not between 0 and 2**63", field="step")
+    least = request.min_replicas
+    return replace(
+        request,
+        step=arguments.whole_number("step", request.step, 0),
+        request_id=arguments.text("request_id", request.request_id or ""),
+        metadata=arguments.text_map("metadata", request.metadata),
+        schema_change=arguments.flag("schema_change", request.schema_change),
+        min_replicas=None if least is None else arguments.whole_number("min_replicas", least, 0),
+    )
+
+
+def _sendable(request: PublishRequest) -> PublishRequest:
+    """For the vote of a rank that refuses its own arguments: what cannot be sent is left out."""
+    said = replace(request, step=0, request_id="", metadata={}, schema_change=request.schema_change is True)
+    with suppress(Invalid):
+        said = replace(said, step=arguments.whole_number("step", request.step, 0))
+    with suppress(Invalid):
+        said = replace(said, request_id=arguments.text("request_id", request.request_id))
+    return said
+
+
+def _daemon_is_away(failure: BaseException) -> bool:
+    """Whether the daemon was not reached, or took a call and was silent: nothing but that is excused by "skip"."""
+    if not isinstance(failure, RefitError):
+        return False
+    if isinstance(failure, Unavailable):
+        return "keeper" not in failure.subject
+    return isinstance(failure, Deadline) and "server" in failure.subject

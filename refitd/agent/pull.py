@@ -114,7 +114,7 @@ class Puller:
             return PullReport(0, "none", "the destination wants no bytes", clock.seconds)
         with ExitStack() as stack:
             with clock.phase("open"):
-                transport, reason, shares = self._open(manifest, route, verify, stack)
+                transport, reason, shares = self._open(manifest, route, verify, stack, clock)
             lists = np.zeros(len(route.read), np.uint64)
             if verify:
                 with clock.phase("check"):
@@ -142,15 +142,15 @@ class Puller:
             transport.close()
 
     def _open(
-        self, manifest: Manifest, route: Route, verify: bool, stack: ExitStack
+        self, manifest: Manifest, route: Route, verify: bool, stack: ExitStack, clock: _Clock
     ) -> tuple[Transport, str, dict[int, Share]]:
         ranks = route.ranks_listed if verify else route.ranks_read
         slots = {rank: manifest.version.shares[rank].arena for rank in ranks}
-        transport, reason = select(self._transports, slots)
+        transport, reason = select(self._transports, slots, lambda: clock.left)
         shares: dict[int, Share] = {}
         for rank, slot in slots.items():
             try:
-                share = stack.enter_context(transport.open(slot, manifest.version.version))
+                share = stack.enter_context(transport.open(slot, manifest.version.version, clock.left))
             except VersionUnavailable as error:
                 raise VersionUnavailable(
                     f"rank {rank}: {error.message}", advice=error.advice, **{**error.subject, "rank": rank}
@@ -217,6 +217,11 @@ class _Clock:
         self._end = time.monotonic() + timeout.total_seconds()
         self._version = version.version
         self.seconds: dict[str, float] = {}
+
+    @property
+    def left(self) -> timedelta:
+        # Never zero: that would read as "no limit of its own".
+        return timedelta(seconds=max(self._end - time.monotonic(), 0.001))
 
     def check(self, phase: str) -> None:
         if time.monotonic() >= self._end:

@@ -6,29 +6,33 @@ Torch is imported when tensors are handled. Used by `refitd.agent.client`; the b
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from refitd.agent.connection import Connection
 from refitd.agent.countdown import Countdown
 from refitd.agent.layouts import Layouts
+from refitd.agent.leasing import Leasing
 from refitd.agent.pull import Puller
 from refitd.agent.session import Session
-from refitd.domain.errors import Internal, Invalid, LeaseExpired, RefitError
+from refitd.domain.dtype import ITEM_BYTES
+from refitd.domain.errors import Invalid
+from refitd.domain.layout import whole_tensors
+from refitd.domain.plan import plan
 from refitd.domain.version import Version
 from refitd.engine.base import Manifest
 from refitd.rpc import convert
 from refitd.transport.shm import ShmTransport
-from refitd.v1 import agents_pb2, versions_pb2
+from refitd.v1 import versions_pb2
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-log = logging.getLogger(__name__)
+    from refitd.source.mapping import StridedView
 
 RELEASE = timedelta(seconds=5)
 
@@ -48,6 +52,7 @@ class Reader:
         self._connection = connection
         self._model = model
         self._session = Session(connection, model)
+        self._leasing = Leasing(connection, self._session, model)
         self._layouts = Layouts(connection)
         self._transport = ShmTransport()
         self._puller = Puller([self._transport])
@@ -61,6 +66,7 @@ class Reader:
 
         from refitd.source.mapping import MappingSource
 
+        place = _device(device)
         with self._leased(version, countdown) as manifest:
             wanted = self._puller.plan_whole(manifest, names).tensors
             # As bytes first: torch warns of the dtypes that it can hardly compute with, and nothing is computed here.
@@ -70,8 +76,8 @@ class Reader:
             }
             destination = MappingSource(tensors)
             self._puller.fetch(manifest, destination.layout(), destination.buffers(), countdown.left)
-            if device != "cpu":
-                tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+            if place.type != "cpu":
+                tensors = {name: tensor.to(place) for name, tensor in tensors.items()}
             return Weights(manifest.version, tensors)
 
     def pull_into(
@@ -88,8 +94,8 @@ class Reader:
         """
         from refitd.engine.module import ModuleEngine
 
-        engine = ModuleEngine(target, fetch=self._puller.fetch, static=static)
         _check_writable(target, static)
+        engine = ModuleEngine(target, fetch=self._puller.fetch, static=static)
         with self._leased(version, countdown) as manifest:
             engine.stage(manifest, countdown.left)
             engine.commit(manifest.version.version, countdown.left)
@@ -101,42 +107,44 @@ class Reader:
 
     @contextmanager
     def _leased(self, version: int, countdown: Countdown) -> Iterator[Manifest]:
-        lease = self._acquire(version, countdown)
+        lease = self._leasing.acquire(version, countdown)
         try:
             request = versions_pb2.GetVersionRequest(model=self._model, version=lease.version)
             reply = self._connection.call(self._connection.versions.GetVersion, request, "GetVersion", countdown)
             yield self._layouts.manifest(convert.version_from_proto(reply.version), countdown)
         finally:
-            release = agents_pb2.ReleaseLeaseRequest(lease_id=lease.lease_id)
-            try:
-                agents = self._connection.agents
-                self._connection.call(agents.ReleaseLease, release, "ReleaseLease", Countdown(RELEASE), retry=False)
-            except RefitError as error:  # it ends with the session at the latest
-                log.info("lease %s was not released: %s", lease.lease_id, error)
+            self._leasing.release(lease.lease_id, RELEASE)
 
-    def _acquire(self, version: int, countdown: Countdown) -> agents_pb2.AcquireLeaseResponse:
-        for again in (True, False):
-            agent_id = self._session.agent_id(countdown)
-            request = agents_pb2.AcquireLeaseRequest(agent_id=agent_id, model=self._model, version=version)
-            try:
-                # Not repeated on UNAVAILABLE: the lost answer may have been a lease, which would linger.
-                agents = self._connection.agents
-                return self._connection.call(agents.AcquireLease, request, "AcquireLease", countdown, retry=False)
-            except LeaseExpired:
-                self._session.forget(agent_id)
-                if not again:
-                    raise
-        raise Internal("unreachable")
+
+def _device(name: object) -> torch.device:
+    """Raises `Invalid` for what torch does not know as a device, or has not here."""
+    import torch
+
+    try:
+        return torch.empty(0, device=name).device  # type: ignore[call-overload, no-any-return]
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last one: torch was built without CUDA
+        problem = str(error).splitlines()[0]
+    raise Invalid(f"device {name!r} cannot be used: {problem}", advice='use "cpu" or "cuda:N"', field="device")
 
 
 def _check_writable(target: nn.Module | Mapping[str, torch.Tensor], static: Collection[str]) -> None:
-    """Raises `Invalid` naming a tensor of which two elements share memory: writing it would break half-way."""
+    """Raises `Invalid` naming tensors that share some of their memory, with each other or each with itself.
+
+    Whatever is written last would win, so that the target would hold half of each. Names of the very same elements are
+    no harm: that they are equal in the version is checked when it is staged.
+    """
     from torch import nn
 
-    from refitd.source.mapping import describe
+    from refitd.source.mapping import MappingSource, describe
     from refitd.source.module import module_tensors
 
+    if not isinstance(target, nn.Module | Mapping):
+        raise Invalid(
+            f"a {type(target).__name__} cannot be pulled into",
+            advice="pass an nn.Module or a mapping from name to tensor", field="target",
+        )  # fmt: skip
     named = module_tensors(target) if isinstance(target, nn.Module) else target
+    views: dict[tuple[object, ...], tuple[StridedView, torch.Tensor]] = {}
     for name, tensor in named.items():
         if name in static:
             continue
@@ -146,3 +154,30 @@ def _check_writable(target: nn.Module | Mapping[str, torch.Tensor], static: Coll
                 f"{name!r} is an expanded view, so that its elements share memory", advice="give it memory of its own",
                 tensor=name,
             )  # fmt: skip
+        if tensor.numel():
+            views.setdefault((view.device, tensor.data_ptr(), *view[1:4]), (view, tensor))
+    if _is_apart([view for view, _ in views.values()]):
+        return
+    layout = MappingSource({view.name: tensor for view, tensor in views.values()}).layout()
+    try:
+        plan([whole_tensors(layout.tensors)], layout)  # exact, element by element, and slower
+    except Invalid as error:
+        raise Invalid(
+            f"the target cannot be written: {error.message}", advice="give every tensor memory of its own",
+            **error.subject,
+        ) from None  # fmt: skip
+
+
+def _is_apart(views: Sequence[StridedView]) -> bool:
+    """Whether it is plain that no two elements share memory: tensors are dense, and their byte ranges apart."""
+    ranges: list[tuple[str, int, int]] = []
+    for view in views:
+        step = 1
+        for stride, size in sorted(zip(view.stride, view.shape, strict=True)):
+            if size > 1 and stride != step:
+                return False
+            step *= size
+        first = view.address + view.storage_offset * ITEM_BYTES[view.dtype]
+        ranges.append((view.device, first, first + step * ITEM_BYTES[view.dtype]))
+    ranges.sort()
+    return all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(ranges))

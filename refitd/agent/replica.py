@@ -15,7 +15,8 @@ from refitd.agent.connection import Backoff, Connection
 from refitd.agent.countdown import Countdown
 from refitd.agent.install import Lease, Target
 from refitd.agent.layouts import Layouts
-from refitd.agent.session import Session
+from refitd.agent.leasing import Leasing
+from refitd.agent.session import Session, is_final
 from refitd.config import load_client_settings
 from refitd.domain.agent import EngineInfo, ReplicaReport
 from refitd.domain.errors import Invalid, LeaseExpired, RefitError
@@ -67,7 +68,9 @@ class ReplicaSession:
         self._target = Target(0)
         self._registrations = 0
         self._closed = threading.Event()
-        self._session = Session(connection, model, engine)
+        # A refusal wakes the install, which meets it with its next lease and reports it as the replica's problem.
+        self._session = Session(connection, model, engine, refused=lambda: self._hear(0))
+        self._leasing = Leasing(connection, self._session, model)
         self._session.add_listener(self._heard)
         self._session.add_registration_listener(self._registered)
         self._thread = threading.Thread(target=self._register, name=f"refitd-register-{engine.replica}", daemon=True)
@@ -84,23 +87,11 @@ class ReplicaSession:
 
     def acquire_lease(self, timeout: timedelta) -> Lease:
         """A lease on the version that the daemon wants this replica to serve. Raises `VersionNotFound` if none is."""
-        countdown = Countdown(timeout)
-        agent_id = self._session.agent_id(countdown)
-        request = agents_pb2.AcquireLeaseRequest(agent_id=agent_id, model=self._model, version=0)
-        agents = self._connection.agents
-        try:
-            # Not repeated on UNAVAILABLE: the lost answer may have been a lease, which would linger.
-            reply = self._connection.call(agents.AcquireLease, request, "AcquireLease", countdown, retry=False)
-        except LeaseExpired:
-            self._session.forget(agent_id)
-            raise
-        # Without a pin the daemon names the newest, and what was heard of is never newer than that.
-        return Lease(reply.lease_id, reply.version, pinned=reply.version < self._target.version)
+        reply = self._leasing.acquire(0, Countdown(timeout))
+        return Lease(reply.lease_id, reply.version, pinned=reply.pinned)
 
     def release_lease(self, lease_id: str, timeout: timedelta) -> None:
-        request = agents_pb2.ReleaseLeaseRequest(lease_id=lease_id)
-        agents = self._connection.agents
-        self._connection.call(agents.ReleaseLease, request, "ReleaseLease", Countdown(timeout), retry=False)
+        self._leasing.release(lease_id, timeout)
 
     def manifest(self, version: int, timeout: timedelta) -> Manifest:
         """The record of a version and its ranks' layouts. Raises `VersionNotFound`, `DigestMismatch`, ..."""
@@ -147,7 +138,7 @@ class ReplicaSession:
                 self._session.agent_id(Countdown(REGISTER))
                 return
             except RefitError as error:
-                if not error.retryable:
+                if is_final(error):
                     log.warning("the replica cannot be registered: %s", error)
                     return
                 log.info("the replica is not registered yet: %s", error)

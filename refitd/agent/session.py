@@ -14,11 +14,11 @@ import uuid
 from collections.abc import Callable
 from datetime import timedelta
 
-from refitd.agent.connection import Connection
+from refitd.agent.connection import Backoff, Connection
 from refitd.agent.countdown import Countdown
 from refitd.agent.subscribe import Feed
 from refitd.domain.agent import EngineInfo, TrainerInfo
-from refitd.domain.errors import Deadline, RefitError
+from refitd.domain.errors import Deadline, Invalid, RefitError, StaleRun, Unsupported
 from refitd.domain.events import Event, Progress
 from refitd.rpc.convert import duration_to_proto, run_to_proto
 from refitd.v1 import agents_pb2 as pb
@@ -40,15 +40,24 @@ class Session:
     Args:
         kind: The trainer rank or the replica that this process is; None: an observer.
         ttl: How long the daemon keeps the agent, and its leases, after the stream broke.
+        refused: Called from the session's thread when the daemon refuses to let it watch (no credentials, replaced by
+            another process); it must not block.
     """
 
     def __init__(
-        self, connection: Connection, model: str, kind: TrainerInfo | EngineInfo | None = None, *, ttl: timedelta = TTL
+        self,
+        connection: Connection,
+        model: str,
+        kind: TrainerInfo | EngineInfo | None = None,
+        *,
+        ttl: timedelta = TTL,
+        refused: Callable[[], None] = lambda: None,
     ) -> None:
         self._connection = connection
         self._model = model
         self._kind = kind
         self._ttl = ttl
+        self._refused = refused
         self._incarnation = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._registering = threading.Lock()
@@ -163,17 +172,36 @@ class Session:
         self._thread.start()
 
     def _watch(self, feed: Feed) -> None:
-        try:
-            for event in feed.events():
-                if isinstance(event.change, Progress):
-                    continue
-                with self._lock:
-                    listeners = list(self._listeners)
-                for listener in listeners:
-                    try:
-                        listener(event)
-                    except Exception:  # one listener's defect must not end the agent's liveness
-                        log.exception("a listener of %r failed", self._model)
-        except RefitError as error:
-            # Nothing more can be heard (superseded by a newer run, credentials gone); calls say so with the same error.
-            log.warning("the watch of %r ended: %s", self._model, error)
+        backoff = Backoff(first=1.0, most=30.0)
+        while True:
+            try:
+                for event in feed.events():
+                    backoff.reset()
+                    self._tell(event)
+                return
+            except RefitError as error:
+                self._refused()
+                if is_final(error):
+                    # Nothing more can be heard; calls say so with the same error.
+                    log.warning("the watch of %r ended: %s", self._model, error)
+                    return
+                # A token that is being rotated, a limit of the daemon: it passes, and until then nobody hears anything.
+                log.warning("the watch of %r is refused, and tried again: %s", self._model, error)
+            if feed.pause(backoff.next()):
+                return
+
+    def _tell(self, event: Event) -> None:
+        if isinstance(event.change, Progress):
+            return
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            try:
+                listener(event)
+            except Exception:  # one listener's defect must not end the agent's liveness
+                log.exception("a listener of %r failed", self._model)
+
+
+def is_final(error: RefitError) -> bool:
+    """Whether no later try can succeed: a newer process or run took over, or the client is closed or misused."""
+    return isinstance(error, StaleRun | Invalid | Unsupported)

@@ -73,15 +73,19 @@ class Feed:
         Raises `RefitError` for what trying again cannot help (`Unauthenticated`, `Invalid`, ...).
         """
         backoff = Backoff()
+        compacted = False
         while not self._closed.is_set():
             try:
+                if compacted:
+                    missed = self._resync()
+                    compacted = False
+                    if missed is not None:
+                        yield missed
                 for event in self._one_stream():
                     backoff.reset()
                     yield event
             except RevisionCompacted:
-                missed = self._resync()
-                if missed is not None:
-                    yield missed
+                compacted = True
                 continue
             except LeaseExpired:
                 self._lease_expired(self._streamed_as)
@@ -93,6 +97,10 @@ class Feed:
                 log.info("watch of %r is interrupted: %s", self._model, error)
             if self._closed.wait(backoff.next()):
                 return
+
+    def pause(self, seconds: float) -> bool:
+        """Waits; True as soon as the feed is closed."""
+        return self._closed.wait(seconds)
 
     def close(self) -> None:
         with self._lock:

@@ -118,9 +118,13 @@ def all_findings(server: str | None, timeout: float) -> Iterator[Finding]:
     yield from package_findings()
     yield from machine_findings()
     yield from gpu_findings()
-    # A daemon that is not started is a state, not a fault of this machine.
-    for item in server_findings(server, timeout):
-        yield Finding(item.check, "note", item.text, item.advice) if item.level == "failed" else item
+    try:
+        # A daemon that is not started is a state, not a fault of this machine.
+        for item in server_findings(server, timeout):
+            yield Finding(item.check, "note", item.text, item.advice) if item.level == "failed" else item
+    except RefitError as error:
+        # Settings that can't work (an address, a token file) are what one asks the doctor about: a finding like others.
+        yield Finding("client settings", "failed", f"{error.reason}: {error.message}", error.advice)
 
 
 def package_findings() -> Iterator[Finding]:

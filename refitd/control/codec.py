@@ -31,8 +31,14 @@ def encode(record: object) -> bytes:
 
 
 def decode(kind: type[T], data: bytes) -> T:
-    """Inverse of `encode`. Raises `Unsupported` naming the field that does not fit."""
-    result = _unpack(kind, json.loads(data), kind.__name__)
+    """Inverse of `encode`. Raises `Unsupported` naming the field that does not fit, or the record that is damaged."""
+    try:
+        result = _unpack(kind, json.loads(data), kind.__name__)
+    except (ValueError, TypeError, AttributeError) as error:  # no JSON, or of another shape than any release wrote
+        raise Unsupported(
+            f"a stored {kind.__name__} is damaged: {error}",
+            advice="restore the state from a copy, or give the daemon another --data-dir", field=kind.__name__,
+        ) from error  # fmt: skip
     assert isinstance(result, kind)
     return result
 

@@ -295,6 +295,7 @@ class AcquireLeaseRequest:
     agent_id: str
     model: str
     version: int = 0
+    lease_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -302,6 +303,7 @@ class AcquireLeaseResponse:
     header: Header
     lease_id: str
     version: int
+    pinned: bool
 
 
 @dataclass(frozen=True)

@@ -330,8 +330,8 @@ class ControlPlane:
         """Raises `LeaseExpired`, `ModelNotFound`, `VersionNotFound` (none or not sealed), `Limit`."""
 
         async def answer() -> c.AcquireLeaseResponse:
-            lease = self._leases.acquire(request.agent_id, request.model, request.version)
-            return c.AcquireLeaseResponse(await self._journal.durable(), lease.lease_id, lease.version)
+            lease, pinned = self._leases.acquire(request.agent_id, request.model, request.version, request.lease_id)
+            return c.AcquireLeaseResponse(await self._journal.durable(), lease.lease_id, lease.version, pinned)
 
         return await self._settled(answer())
 
@@ -435,7 +435,7 @@ class ControlPlane:
             await self.clock.sleep_until(self.clock.monotonic() + interval)
             try:
                 await self.sweep()
-            except RefitError:
+            except Exception:  # a defect must not end it: agents would never expire any more, and nobody would see why
                 logger.exception("the sweep failed")
 
 

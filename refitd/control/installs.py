@@ -13,7 +13,7 @@ from refitd.domain.agent import Agent, ReplicaReport, ReplicaState
 from refitd.domain.errors import Invalid, VersionNotFound
 from refitd.domain.events import RolloutChanged
 from refitd.domain.lease import Pin
-from refitd.domain.rollout import lag, target_version
+from refitd.domain.rollout import is_pinned, lag, target_version
 from refitd.domain.version import VersionState
 
 
@@ -36,6 +36,11 @@ class Installs:
         return target_version(
             agent.engine.replica if agent.engine else "", pins, newest.version.version if newest else 0
         )
+
+    def pinned(self, agent: Agent) -> bool:
+        """Whether a pin, not the newest version, is what the agent should serve."""
+        model = self._state.models.get(agent.model)
+        return model is not None and is_pinned(agent.engine.replica if agent.engine else "", model.pins)
 
     def lag(self, agent: Agent) -> int:
         """Sealed versions between the installed and the target one."""

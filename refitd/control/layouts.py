@@ -199,7 +199,12 @@ class Layouts:
                 raise missing
             await self._journal.durable()
             data = await asyncio.to_thread(self._store.get, key("layout", layout_hash))
-            if data is None:
+            if data is None or hashlib.sha256(data).hexdigest() != layout_hash:
+                # Damaged: without the record the next trainer that has it uploads it again.
+                if layout_hash in self._state.layouts:
+                    transaction = self._journal.begin(self._state)
+                    transaction.drop_layout(layout_hash)
+                    self._journal.commit(transaction)
                 raise missing
             self._bytes.put(layout_hash, data)
         return data
@@ -258,5 +263,5 @@ class Layouts:
         transaction = self._journal.begin(self._state)
         for name in self._state.layouts.keys() - named:
             transaction.drop_layout(name)
-            del self._touched[name]
+            self._touched.pop(name, None)
         self._journal.commit(transaction)

@@ -33,13 +33,26 @@ class Leases:
         self._limits = limits
         self._new_id = new_id
 
-    def acquire(self, agent_id: str, model_name: str, version: int) -> Lease:
-        """A lease on `version`, or on the agent's target if it is 0. Raises `VersionNotFound` unless it is sealed."""
+    def acquire(self, agent_id: str, model_name: str, version: int, lease_id: str = "") -> tuple[Lease, bool]:
+        """A lease on `version`, or on the agent's target if it is 0, and whether a pin is what chose the target.
+
+        `lease_id`: the caller's own name for it, "": a new one. A name that the agent has already is the same lease.
+        Raises `VersionNotFound` unless the version is sealed.
+        """
         agent = self._membership.alive(agent_id)
         if agent.model != model_name:
             raise Invalid(
                 f"agent {agent_id} belongs to model {agent.model!r}, not {model_name!r}",
                 advice="register an agent of that model", agent=agent_id,
+            )  # fmt: skip
+        pinned = not version and self._installs.pinned(agent)
+        known = self._state.leases.get(lease_id)
+        if known is not None and (known.agent_id, known.model) == (agent_id, model_name):
+            return known, pinned
+        if known is not None or len(lease_id.encode()) > self._limits.max_name_bytes or not lease_id.isprintable():
+            raise Invalid(
+                f"lease_id {lease_id[:64]!r} is {'taken' if known else 'no name'}",
+                advice=f"choose a unique one of at most {self._limits.max_name_bytes} printable bytes", agent=agent_id,
             )  # fmt: skip
         model = self._state.model(model_name)
         number = version or self._installs.target(agent)
@@ -62,11 +75,11 @@ class Leases:
                 f"{agent} holds {held} leases", advice="release leases that are not used",
                 limit="max_leases_per_agent", agent=agent_id,
             )  # fmt: skip
-        lease = Lease(self._new_id(), agent_id, model_name, number)
+        lease = Lease(lease_id or self._new_id(), agent_id, model_name, number)
         transaction = self._journal.begin(self._state)
         transaction.put_lease(lease)
         self._journal.commit(transaction)
-        return lease
+        return lease, pinned
 
     def release(self, lease_id: str) -> None:
         """Frees a lease; one that is not known is free already (it was released before, or its agent ended)."""

@@ -97,7 +97,8 @@ class Membership:
         if model is None or record != model.record:
             model = transaction.put_model(record)
         if older is not None and older.agent_id != agent.agent_id:
-            self._end(transaction, older, "a newer process took its place", replaced=True)
+            why = f"a newer process took its place: agent {agent.agent_id} on {agent.host}"
+            self._end(transaction, older, why, replaced=True)
         if superseded and record.current is not None:
             self._supersede(transaction, model, record.current)
         transaction.put_agent(agent)

@@ -126,7 +126,7 @@ class Prepare:
         attempt = self.attempt(model.name)
         if attempt is None or attempt.complete or not record.request_id:
             return
-        if all(vote.request_id == record.request_id for vote in attempt.votes.values()):
+        if all(_sealed_request(model, vote) is record for vote in attempt.votes.values()):
             self._decide(model, attempt, DecisionKind.SEALED, version=record.version.version)
 
     async def stop(self) -> None:
@@ -200,11 +200,13 @@ class Prepare:
                 return record
         if self._pending(request) is not None:
             return None
-        sealed = _sealed_request(model, request.request_id)
+        sealed = _sealed_request(model, request)
         if sealed is not None:
+            problem = _other_step(sealed, request)
+            kind = DecisionKind.SEALED if problem is None else DecisionKind.REFUSE
             return AttemptRecord(
-                model.name, sealed.attempt_id, request.run, DecisionKind.SEALED, (sealed.version.step,),
-                {request.vote_id: request.rank}, version=sealed.version.version,
+                model.name, sealed.attempt_id, request.run, kind, (sealed.version.step,),
+                {request.vote_id: request.rank}, 0 if problem else sealed.version.version, problem,
             )  # fmt: skip
         wall = self._clock.wall()
         for record in model.attempts.values():
@@ -316,9 +318,11 @@ class Prepare:
     ) -> None:
         """Raises `SchemaChanged` or `NoRoom`, which refuse the attempt."""
         first = attempt.votes[0]
-        sealed = _sealed_request(model, first.request_id)
+        sealed = _sealed_request(model, first)
         if sealed is not None:
-            self._decide(model, attempt, DecisionKind.SEALED, version=sealed.version.version)
+            problem = _other_step(sealed, first)
+            kind = DecisionKind.SEALED if problem is None else DecisionKind.REFUSE
+            self._decide(model, attempt, kind, version=0 if problem else sealed.version.version, problem=problem)
             return
         newest = model.newest
         if newest is not None and not first.schema_change and newest.version.schema_hash != placement.schema_hash:
@@ -412,7 +416,21 @@ class Prepare:
         task.add_done_callback(self._tasks.discard)
 
 
-def _sealed_request(model: ModelState, request_id: str) -> VersionRecord | None:
-    if not request_id:
+def _sealed_request(model: ModelState, request: c.PrepareRequest) -> VersionRecord | None:
+    """The version that this run sealed under the request's id. Another run has other weights, whatever ids it uses."""
+    if not request.request_id:
         return None
-    return next((record for record in model.sealed_ever if record.request_id == request_id), None)
+    name = (request.run, request.request_id)
+    return next((record for record in model.sealed_ever if (record.version.run, record.request_id) == name), None)
+
+
+def _other_step(sealed: VersionRecord, request: c.PrepareRequest) -> Problem | None:
+    """Why the id does not stand for this call: answering with the older version would pass old weights off as new."""
+    version = sealed.version
+    if version.step == request.step:
+        return None
+    return Invalid(
+        f"request_id {request.request_id[:64]!r} was used for step {version.step} (version {version.version}); now it "
+        f"comes with step {request.step}",
+        advice="repeat a request_id for a retry of the same step only", field="request_id", version=version.version,
+    ).problem  # fmt: skip

@@ -24,7 +24,7 @@ from refitd.control.records import (
     key,
 )
 from refitd.domain.agent import Agent
-from refitd.domain.errors import ModelNotFound, Problem, StaleRun, VersionNotFound
+from refitd.domain.errors import ModelNotFound, Problem, StaleRun, Unsupported, VersionNotFound
 from refitd.domain.events import Change
 from refitd.domain.lease import Lease, Pin
 from refitd.domain.version import Run, VersionState
@@ -143,21 +143,30 @@ class State:
     def load(store: Store) -> State:
         """Reads everything but layouts' bytes. Blocks on the disk; called once, at start."""
         state = State()
+
+        def of(name: str) -> ModelState:
+            if name not in state.models:
+                raise Unsupported(
+                    f"the stored state has records of model {name!r}, but not the model",
+                    advice="it is damaged: restore it from a copy, or give the daemon another --data-dir", model=name,
+                )  # fmt: skip
+            return state.models[name]
+
         for _, value in store.range("model/"):
             model = decode(ModelRecord, value)
             state.models[model.model] = ModelState(model)
         for _, value in store.range("version/"):
             version = decode(VersionRecord, value)
-            state.models[version.version.model].versions[version.version.version] = version
+            of(version.version.model).versions[version.version.version] = version
         for _, value in store.range("stage/"):
             stage = decode(StageRequest, value)
-            state.models[stage.model].stages.setdefault(stage.version, {})[stage.rank] = stage
+            of(stage.model).stages.setdefault(stage.version, {})[stage.rank] = stage
         for _, value in store.range("attempt/"):
             attempt = decode(AttemptRecord, value)
-            state.models[attempt.model].attempts[attempt.attempt_id] = attempt
+            of(attempt.model).attempts[attempt.attempt_id] = attempt
         for _, value in store.range("pin/"):
             pin = decode(Pin, value)
-            state.models[pin.model].pins[pin.replica] = pin
+            of(pin.model).pins[pin.replica] = pin
         agents = sorted((decode(Agent, value) for _, value in store.range("agent/")), key=lambda a: a.ended_at)
         for agent in agents:
             (state.ended if agent.ended else state.agents)[agent.agent_id] = agent

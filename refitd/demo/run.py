@@ -56,7 +56,7 @@ class DemoOptions:
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM came; raised in the main thread, so that the supervisor's exit runs."""
+    """SIGINT, SIGTERM or SIGHUP came; raised in the main thread, so that the supervisor's exit runs."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -69,12 +69,12 @@ def run(options: DemoOptions, view: View) -> list[VersionReport]:
     Raises:
         Unsupported: torch or Megatron-Core is missing.
         ChildFailed, Deadline: a child died or did not report in time.
-        Interrupted: Ctrl-C or SIGTERM; all children are gone when it arrives.
+        Interrupted: Ctrl-C, SIGTERM or a closed terminal; all children are gone when it arrives.
     """
     _require("torch", "torch")
     _require("megatron.core", "Megatron-Core")
     workspace = Path(tempfile.mkdtemp(prefix="refitd-demo-"))
-    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, _interrupt) for number in _ending_signals()}
     try:
         with Supervisor(workspace) as supervisor:
             try:
@@ -88,13 +88,22 @@ def run(options: DemoOptions, view: View) -> list[VersionReport]:
         options = DemoOptions(options.steps, options.every, options.vllm, keep=True)
         raise
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        view.close()
-        if options.keep:
-            view.note(f"kept: {workspace}")
-        else:
-            shutil.rmtree(workspace, ignore_errors=True)
+        try:
+            view.close()
+            if options.keep:
+                view.note(f"kept: {workspace}")
+        finally:
+            if not options.keep:
+                shutil.rmtree(workspace, ignore_errors=True)
+            # Last, since they cut short what comes after them.
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _ending_signals() -> list[signal.Signals]:
+    """SIGHUP comes when the terminal is closed; not for one who said nohup."""
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

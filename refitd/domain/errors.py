@@ -232,6 +232,12 @@ class Tainted(RefitError):
     reason, code = "TAINTED", "FAILED_PRECONDITION"
 
 
+class EngineDead(RefitError):
+    """The inference engine's processes are gone, or no longer answer for themselves; only a restart helps."""
+
+    reason, code = "ENGINE_DEAD", "FAILED_PRECONDITION"
+
+
 class Unauthenticated(RefitError):
     """No valid credentials."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 
 def target_version(replica: str, pins: Mapping[str, int], newest_sealed: int) -> int:
@@ -14,6 +14,11 @@ def target_version(replica: str, pins: Mapping[str, int], newest_sealed: int) ->
     if replica and replica in pins:
         return pins[replica]
     return pins.get("", newest_sealed)
+
+
+def is_pinned(replica: str, pins: Collection[str]) -> bool:
+    """Whether `target_version` gives a pin; `pins` holds the names of pinned replicas."""
+    return bool(replica and replica in pins) or "" in pins
 
 
 def lag(installed: int, target: int, sealed_versions: Sequence[int]) -> int:

@@ -18,7 +18,15 @@ import torch
 from torch import nn
 
 from refitd.copy.runs import Buffer
-from refitd.domain.errors import Deadline, IllegalTransition, Incomplete, Invalid, ParamsOffloaded, Tainted
+from refitd.domain.errors import (
+    Deadline,
+    IllegalTransition,
+    Incomplete,
+    Invalid,
+    ParamsOffloaded,
+    Tainted,
+    Unsupported,
+)
 from refitd.domain.layout import Layout, Tensor, whole_tensors
 from refitd.engine.base import Manifest, StageReport
 
@@ -67,12 +75,11 @@ class ModuleEngine:
         static: Collection[str] = (),
         probe: Callable[[], object] | None = None,
     ) -> None:
-        self._slots = collect_slots(model, static)
-        self._by_name = {name: slot for slot in self._slots for name in slot.names}
+        self._model = model
         self._static = frozenset(static)
+        self._find()
         self._fetch = fetch
         self._probe = probe
-        self._pinned = any(slot.live.is_cuda for slot in self._slots)
         self._storage = torch.empty(0, dtype=torch.uint8)
         self._staged: list[tuple[Slot, torch.Tensor]] | None = None
         self._condition = threading.Condition()
@@ -98,6 +105,7 @@ class ModuleEngine:
         """Checks names, shapes and dtypes, then fetches all into the staging buffer. The model is not touched."""
         started = time.monotonic()
         self._staged = None
+        self._find()
         tensors = manifest_tensors(manifest)
         wanted = self._check(tensors)
         layout = whole_tensors(tuple(tensor for tensor, _ in wanted))
@@ -131,7 +139,13 @@ class ModuleEngine:
         """
         if self._staged is None:
             raise IllegalTransition(f"version {version} is not staged", advice="stage it first", phase="commit")
+        live = {_place(slot.live) for slot in collect_slots(self._model, self._static)}
         for slot, _ in self._staged:
+            if _place(slot.live) not in live:
+                raise IllegalTransition(
+                    f"{slot.names[0]!r} was replaced by another tensor since version {version} was staged",
+                    advice="it is staged again for the new tensors", tensor=slot.names[0], phase="commit",
+                )  # fmt: skip
             _check_resident(slot)
         name = ""
         try:
@@ -166,6 +180,12 @@ class ModuleEngine:
                 advice="compare the published weights with the trainer's",
                 phase="probe",
             )
+
+    def _find(self) -> None:
+        """The live tensors, anew for each version: what was replaced (`load_state_dict(assign=True)`) is not served."""
+        self._slots = collect_slots(self._model, self._static)
+        self._by_name = {name: slot for slot in self._slots for name in slot.names}
+        self._pinned = any(slot.live.is_cuda for slot in self._slots)
 
     def _check(self, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Slot]]:
         """Pairs each supplied tensor with its slot; raises before any byte is moved."""
@@ -214,9 +234,14 @@ def collect_slots(model: nn.Module | Mapping[str, torch.Tensor], static: Collect
     for name, tensor in named.items():
         if name in static or not isinstance(tensor, torch.Tensor):
             continue
-        # Aliases are one tensor: the same bytes seen in the same way. Empty tensors have no address to go by.
-        same = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        key: tuple[object, ...] = same if tensor.numel() else (id(tensor),)
+        if tensor.layout is not torch.strided:
+            raise Unsupported(
+                f"{name!r} is a sparse tensor ({tensor.layout}), which is not installed", advice="keep it dense, or "
+                "list it in static=", tensor=name,
+            )  # fmt: skip
+        # Aliases are one tensor: the same bytes seen in the same way. Empty tensors, those on the meta device and those
+        # whose storage is released have no address to go by.
+        key = (*_place(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
         names.setdefault(key, []).append(name)
         tensors[key] = tensor
     return [Slot(tuple(group), tensors[key]) for key, group in names.items()]
@@ -240,9 +265,17 @@ def tensor_views(layout: Layout, storage: torch.Tensor) -> dict[str, torch.Tenso
     return views
 
 
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return ("at", tensor.data_ptr()) if tensor.numel() and tensor.data_ptr() else ("object", id(tensor))
+
+
 def _check_resident(slot: Slot) -> None:
-    """Writing to a tensor whose storage was released ends the process."""
+    """Writing to a tensor whose storage was released ends the process; to one without any, it does nothing."""
     live = slot.live
+    if live.is_meta:
+        raise ParamsOffloaded(
+            f"{slot.names[0]!r} is on the meta device", advice="materialise the module first", tensor=slot.names[0]
+        )
     reach = sum((size - 1) * stride for size, stride in zip(live.shape, live.stride(), strict=True)) + 1
     needed = (live.storage_offset() + reach) * live.element_size() if live.numel() else 0
     if live.untyped_storage().nbytes() < needed:

@@ -34,10 +34,13 @@ class AgentServicer:
 
     async def acquire_lease(self, request: pb.AcquireLeaseRequest, context: Context) -> pb.AcquireLeaseResponse:
         answer = await self._control.acquire_lease(
-            c.AcquireLeaseRequest(request.agent_id, request.model, request.version)
+            c.AcquireLeaseRequest(request.agent_id, request.model, request.version, request.lease_id)
         )
         return pb.AcquireLeaseResponse(
-            header=convert.header(answer.header), lease_id=answer.lease_id, version=answer.version
+            header=convert.header(answer.header),
+            lease_id=answer.lease_id,
+            version=answer.version,
+            pinned=answer.pinned,
         )
 
     async def release_lease(self, request: pb.ReleaseLeaseRequest, context: Context) -> pb.ReleaseLeaseResponse:

@@ -70,9 +70,23 @@ class StridedSource:
         return self._layout
 
     def buffers(self) -> Sequence[Buffer]:
-        """One per distinct storage, in the order of `layout().buffer_bytes`; each keeps its storage alive."""
+        """One per distinct storage, in the order of `layout().buffer_bytes`; each keeps its storage alive.
+
+        Raises `Invalid` if the tensors are not those that `layout()` described, and what `layout` raises.
+        """
+        described = self._described()
+        views = tuple(view for view, _ in described)
+        if self._views is not None and views != self._views and _layout_of(views) != self._layout:
+            before = {view.name: _shape(view) for view in self._views}
+            now = {view.name: _shape(view) for view in views}
+            changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+            name = changed[0] if changed else min(before)  # none of them alone: what is tied to what has changed
+            raise Invalid(
+                f"the structure of the weights changed while they were published, at {name!r}",
+                advice="leave names, shapes and ties as they are until publish() returns", tensor=name,
+            )  # fmt: skip
         found: dict[tuple[int, int, str], Buffer] = {}
-        for view, tensor in self._described():
+        for view, tensor in described:
             key = _storage_key(view)
             if key not in found:
                 found[key] = Buffer(view.address, view.storage_bytes, view.device, tensor.untyped_storage())
@@ -179,6 +193,10 @@ def _is_unicode(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _shape(view: StridedView) -> tuple[object, ...]:
+    return view.dtype, view.shape, view.stride, view.storage_offset, view.storage_bytes
 
 
 def _storage_key(view: StridedView) -> tuple[int, int, str]:

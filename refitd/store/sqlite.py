@@ -13,7 +13,7 @@ import os
 import sqlite3
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,17 +55,19 @@ class SqliteStore:
 
     Raises:
         StoreLocked: another process has it open.
-        Unsupported: it was written by a newer refitd.
+        Unsupported: it was written by a newer refitd, or the file is no state of one, or damaged.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock_file = _lock(path)
+        self._path = path
         try:
-            self._writer = _connect(path)
-            self._term, self._revision, self._compacted = _open_state(self._writer, path)
-            self._reader = _connect(path)
-            self._reader.execute("PRAGMA query_only = ON")
+            with _readable(path):
+                self._writer = _connect(path)
+                self._term, self._revision, self._compacted = _open_state(self._writer, path)
+                self._reader = _connect(path)
+                self._reader.execute("PRAGMA query_only = ON")
         except BaseException:
             os.close(self._lock_file)
             raise
@@ -93,14 +95,14 @@ class SqliteStore:
         return self._num_transactions
 
     def get(self, key: str) -> bytes | None:
-        with self._read_lock:
+        with self._read_lock, _readable(self._path):
             row = self._reader.execute("SELECT value FROM records WHERE key = ?", (key,)).fetchone()
         return None if row is None else bytes(row[0])
 
     def range(self, prefix: str) -> list[tuple[str, bytes]]:
         # U+10FFFF sorts after every other character in UTF-8, so the pair of bounds is the prefix and an index range.
         query = "SELECT key, value FROM records WHERE key >= ? AND key < ? ORDER BY key"
-        with self._read_lock:
+        with self._read_lock, _readable(self._path):
             rows = self._reader.execute(query, (prefix, prefix + "\U0010ffff")).fetchall()
         return [(str(key), bytes(value)) for key, value in rows]
 
@@ -115,7 +117,7 @@ class SqliteStore:
 
     def events(self, from_revision: int, limit: int = 1000) -> list[StoredEvent]:
         query = "SELECT revision, value FROM log WHERE revision >= ? ORDER BY revision LIMIT ?"
-        with self._read_lock:
+        with self._read_lock, _readable(self._path):
             # One read transaction, so that a compaction between the check and the rows cannot open a gap.
             self._reader.execute("BEGIN")
             try:
@@ -232,6 +234,19 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """SQLite's own errors as `Unsupported`, naming the file."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise Unsupported(
+            f"the state in {path} cannot be read: {error}",
+            advice="restore it from a copy, or give the daemon another --data-dir; trainers then publish anew",
+            path=str(path),
+        ) from error
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     # isolation_level=None: transactions are begun and ended here and nowhere else.
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
@@ -256,9 +271,11 @@ def _open_state(db: sqlite3.Connection, path: Path) -> tuple[int, int, int]:
                 db.execute(statement)
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
         db.execute("UPDATE meta SET term = term + 1")
-        term, revision, compacted = db.execute("SELECT term, revision, compacted FROM meta").fetchone()
+        row = db.execute("SELECT term, revision, compacted FROM meta").fetchone()
+        if row is None:
+            raise sqlite3.DatabaseError("its meta row is missing")
         db.execute("COMMIT")
     except BaseException:
         db.execute("ROLLBACK")
         raise
-    return int(term), int(revision), int(compacted)
+    return int(row[0]), int(row[1]), int(row[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import TracebackType
 from typing import Protocol
 
@@ -44,12 +45,13 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
-    def reaches(self, slot: ArenaSlot) -> str | None:
-        """None if this process can read the slot this way, else the reason why not."""
+    def reaches(self, slot: ArenaSlot, timeout: timedelta | None = None) -> str | None:
+        """None if this process can read the slot this way, else the reason why not. Blocks up to `timeout` (None: the
+        transport's own)."""
         ...
 
-    def open(self, slot: ArenaSlot, version: int) -> Share:
-        """Raises `VersionUnavailable` if the slot is gone or holds another version."""
+    def open(self, slot: ArenaSlot, version: int, timeout: timedelta | None = None) -> Share:
+        """Blocks as `reaches`. Raises `VersionUnavailable` if the slot is gone or holds another version; `Deadline`."""
         ...
 
     def close(self) -> None: ...

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 
@@ -16,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from refitd.copy.runs import Buffer
-from refitd.domain.errors import NoRoom, RefitError, Unavailable, VersionUnavailable
+from refitd.domain.errors import Deadline, NoRoom, RefitError, Unavailable, VersionUnavailable
 from refitd.domain.version import ArenaSlot
 from refitd.transport import keeper_wire as wire
 from refitd.transport.keeper_client import KeeperClient, why_other_host
@@ -76,7 +79,7 @@ class ShmShare:
 
 
 class ShmTransport:
-    """Threads may share it. `timeout` bounds each exchange with a keeper; mapping an arena takes one or two."""
+    """Threads may share it. `timeout` bounds each call; a call may be given a shorter one of its own."""
 
     name = "shm"
 
@@ -87,19 +90,20 @@ class ShmTransport:
         self._clients: dict[str, KeeperClient] = {}
         self._arenas: dict[tuple[str, str], _Attached] = {}
 
-    def reaches(self, slot: ArenaSlot) -> str | None:
+    def reaches(self, slot: ArenaSlot, timeout: timedelta | None = None) -> str | None:
         """Compares hosts, and maps the arena if it is not yet. Blocks up to the timeout the first time."""
         other = why_other_host(slot.host)
         if other is not None:
             return other
+        end = self._end(timeout)
         try:
-            with self._lock:
-                self._attach(slot)
+            with self._locked(end):
+                self._attach(slot, end)
         except RefitError as error:
             return error.message
         return None
 
-    def open(self, slot: ArenaSlot, version: int) -> ShmShare:
+    def open(self, slot: ArenaSlot, version: int, timeout: timedelta | None = None) -> ShmShare:
         """Blocks up to the timeout the first time an arena is seen.
 
         Raises `VersionUnavailable`: another host, no keeper, no such arena, a corrupt segment, or the slot holds
@@ -108,9 +112,10 @@ class ShmTransport:
         other = why_other_host(slot.host)
         if other is not None:
             raise _unavailable(slot, version, other)
-        with self._lock:
+        end = self._end(timeout)
+        with self._locked(end):
             try:
-                attached = self._attach(slot)
+                attached = self._attach(slot, end)
                 view = SlotView(attached.mapping, attached.geometry, slot.slot)
             except (VersionUnavailable, Unavailable, NoRoom) as error:
                 raise _unavailable(slot, version, error.message) from error
@@ -125,19 +130,23 @@ class ShmTransport:
 
         Of no more use: the owner dropped it; the keeper does not have it; its owner is dead, and a younger arena of the
         same model and rank is mapped. Runs by itself whenever a new arena is mapped; an idle agent calls it now and
-        then, because until then a mapping keeps the memory. Blocks up to the timeout per keeper; a keeper that cannot
-        be reached changes nothing.
+        then, because until then a mapping keeps the memory. Blocks up to the timeout; a keeper that cannot be reached
+        changes nothing.
         """
-        with self._lock:
-            before = len(self._arenas)
-            self._let_go([key for key, attached in self._arenas.items() if is_closed(attached.mapping)])
-            for keeper in {keeper for keeper, _ in self._arenas}:
-                try:
-                    rows = {row.arena: row for row in self._client(keeper).arenas(self._timeout)}
-                except RefitError:
-                    continue
-                self._let_go([key for key in self._arenas if key[0] == keeper and self._useless(key, rows)])
-            return before - len(self._arenas)
+        end = self._end(None)
+        with self._locked(end):
+            return self._sweep(end)
+
+    def _sweep(self, end: float) -> int:
+        before = len(self._arenas)
+        self._let_go([key for key, attached in self._arenas.items() if is_closed(attached.mapping)], end)
+        for keeper in {keeper for keeper, _ in self._arenas}:
+            try:
+                rows = {row.arena: row for row in self._client(keeper).arenas(_until(end))}
+            except RefitError:
+                continue
+            self._let_go([key for key in self._arenas if key[0] == keeper and self._useless(key, rows)], end)
+        return before - len(self._arenas)
 
     def close(self) -> None:
         """Lets go of all arenas and keepers. Open shares stay readable."""
@@ -147,7 +156,23 @@ class ShmTransport:
                 client.close()
             self._clients.clear()
 
-    def _attach(self, slot: ArenaSlot) -> _Attached:
+    def _end(self, timeout: timedelta | None) -> float:
+        return time.monotonic() + min(self._timeout, timeout or self._timeout).total_seconds()
+
+    @contextmanager
+    def _locked(self, end: float) -> Iterator[None]:
+        """The lock, which another thread may hold for as long as its keeper is silent."""
+        if not self._lock.acquire(timeout=max(0.0, end - time.monotonic())):
+            raise Deadline(
+                "another thread of this process waited for a keeper until the deadline",
+                advice="see whether the keeper is stopped", phase="keeper",
+            )  # fmt: skip
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _attach(self, slot: ArenaSlot, end: float) -> _Attached:
         if os.getpid() != self._pid:
             # Forked children do not inherit mappings, and the parent's connection is not theirs.
             self._pid = os.getpid()
@@ -156,7 +181,7 @@ class ShmTransport:
         attached = self._arenas.get(key)
         if attached is not None:
             return attached
-        memfd = self._client(slot.keeper).open(slot.arena, self._timeout)
+        memfd = self._client(slot.keeper).open(slot.arena, _until(end))
         if memfd is None:
             raise VersionUnavailable(f"keeper {slot.keeper!r} has no arena {slot.arena!r}", arena=slot.arena)
         try:
@@ -167,7 +192,7 @@ class ShmTransport:
         finally:
             wire.close_quietly(memfd)
         attached = self._arenas[key] = _Attached(mapping, geometry)
-        self.sweep()
+        self._sweep(end)
         return attached
 
     def _client(self, keeper: str) -> KeeperClient:
@@ -185,13 +210,13 @@ class ShmTransport:
         others = [self._arenas[other].geometry for other in later]
         return any((other.model, other.rank) == (geometry.model, geometry.rank) for other in others)
 
-    def _let_go(self, keys: list[tuple[str, str]]) -> None:
+    def _let_go(self, keys: list[tuple[str, str]], end: float) -> None:
         for key in keys:
             if self._arenas[key].num_open:
                 continue
             del self._arenas[key]
             try:
-                self._client(key[0]).release(key[1], self._timeout)
+                self._client(key[0]).release(key[1], _until(end))
             except RefitError:
                 # A keeper that is gone or stopped holds nothing for us, or learns of it when the connection ends.
                 continue
@@ -200,7 +225,11 @@ class ShmTransport:
         with self._lock:
             attached.num_open -= 1
             if is_closed(attached.mapping):
-                self._let_go([key for key, value in self._arenas.items() if value is attached])
+                self._let_go([key for key, value in self._arenas.items() if value is attached], self._end(None))
+
+
+def _until(end: float) -> timedelta:
+    return timedelta(seconds=max(0.0, end - time.monotonic()))
 
 
 def _unavailable(slot: ArenaSlot, version: int, why: str) -> VersionUnavailable:

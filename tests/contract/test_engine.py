@@ -16,7 +16,16 @@ import torch
 from torch import nn
 
 from refitd.copy.runs import Buffer
-from refitd.domain.errors import Deadline, IllegalTransition, Incomplete, Invalid, ParamsOffloaded, RefitError, Tainted
+from refitd.domain.errors import (
+    Deadline,
+    IllegalTransition,
+    Incomplete,
+    Invalid,
+    ParamsOffloaded,
+    RefitError,
+    Tainted,
+    Unsupported,
+)
 from refitd.domain.layout import Layout, Tensor, whole_tensors
 from refitd.domain.version import Run, Version, VersionState
 from refitd.engine.base import Manifest, StageReport
@@ -235,6 +244,44 @@ def test_a_released_storage_is_refused_before_the_first_byte(engine: ModuleEngin
     assert same(
         {k: v for k, v in state(net).items() if k != "steps"}, {k: v for k, v in before.items() if k != "steps"}
     )
+
+
+def test_a_module_on_the_meta_device_is_not_served(shelf: Shelf) -> None:
+    """Copies to it do nothing, and raise nothing."""
+    with torch.device("meta"):
+        engine = ModuleEngine(Net(), fetch=shelf.fetch)
+    engine.stage(shelf.manifest(1, published(1)), SOON)
+    with pytest.raises(ParamsOffloaded, match="meta"):
+        engine.commit(1, SOON)
+
+
+def test_tensors_that_are_released_at_first_are_not_taken_for_one(shelf: Shelf) -> None:
+    """All of them lie at address 0 by then; only one would be written."""
+    tensors = {"one": torch.zeros(4), "two": torch.zeros(4)}
+    for tensor in tensors.values():
+        tensor.untyped_storage().resize_(0)
+    engine = ModuleEngine(tensors, fetch=shelf.fetch)
+    for tensor in tensors.values():
+        tensor.untyped_storage().resize_(16)
+    install(engine, shelf.manifest(1, {"one": torch.ones(4), "two": torch.full((4,), 2.0)}))
+    assert (tensors["one"].tolist(), tensors["two"].tolist()) == ([1.0] * 4, [2.0] * 4)
+
+
+def test_replaced_parameters_are_the_ones_that_are_written(engine: ModuleEngine, net: Net, shelf: Shelf) -> None:
+    install(engine, shelf.manifest(1, published(1)))
+    net.load_state_dict({name: tensor.clone() for name, tensor in state(net).items()}, assign=True)
+    net.head.weight = net.embed.weight
+    install(engine, shelf.manifest(2, published(2)))
+    assert same({k: v for k, v in state(net).items() if k != "head.weight"}, published(2))
+    engine.stage(shelf.manifest(3, published(3)), SOON)
+    net.strided = nn.Parameter(torch.zeros(4, 6))
+    with pytest.raises(IllegalTransition, match="'strided' was replaced"):
+        engine.commit(3, SOON)
+
+
+def test_a_sparse_tensor_is_refused_when_the_engine_is_made(shelf: Shelf) -> None:
+    with pytest.raises(Unsupported, match="sparse"):
+        ModuleEngine({"w": torch.zeros(3, 4).to_sparse()}, fetch=shelf.fetch)
 
 
 def test_an_expanded_view_is_refused_before_the_first_byte(shelf: Shelf) -> None:

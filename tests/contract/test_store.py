@@ -238,3 +238,39 @@ def test_what_was_acknowledged_survives_sigkill_without_a_gap(tmp_path: Path, ac
     assert len(store.range("k")) == store.revision
     assert store.term == 2
     store.close()
+
+
+@pytest.mark.parametrize("damage", ["header", "page", "length", "directory", "meta"])
+def test_a_damaged_state_file_is_unsupported_and_named(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "state.db"
+    store = SqliteStore(path)
+    put(store, "a/1", b"x" * 20_000)
+    store.close()
+    data = bytearray(path.read_bytes())
+    match damage:
+        case "header":
+            data[:16] = b"garbage, garbage"
+            path.write_bytes(data)
+        case "page":
+            data[4096:] = b"?" * (len(data) - 4096)
+            path.write_bytes(data)
+        case "length":
+            path.write_bytes(data[:5000])
+        case "directory":
+            path.unlink()
+            path.mkdir()
+        case "meta":
+            with sqlite3.connect(path) as db:
+                db.execute("DELETE FROM meta")
+
+    def read() -> None:
+        opened = SqliteStore(path)
+        try:
+            opened.range("a/")
+        finally:
+            opened.close()
+
+    with pytest.raises(Unsupported, match="cannot be read") as caught:
+        read()
+    assert caught.value.subject["path"] == str(path)
+    assert "--data-dir" in caught.value.advice

@@ -223,10 +223,10 @@ class Deaf:
         self.name = name
         self._why = why
 
-    def reaches(self, slot: ArenaSlot) -> str | None:
+    def reaches(self, slot: ArenaSlot, timeout: timedelta | None = None) -> str | None:
         return self._why.get(slot.slot)
 
-    def open(self, slot: ArenaSlot, version: int) -> Share:
+    def open(self, slot: ArenaSlot, version: int, timeout: timedelta | None = None) -> Share:
         raise AssertionError("not to be opened")
 
     def close(self) -> None: ...

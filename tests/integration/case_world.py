@@ -143,10 +143,10 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, threads: str) -> Iterator[SlowC
             return
         middle = len(runs) // 2
         assert middle, "nothing to cut"
-        real(_part(runs, slice(0, middle)), sources, destinations, *more)
+        real(part(runs, slice(0, middle)), sources, destinations, *more)
         slow.half_way.set()
         assert slow.go_on.wait(WAIT)
-        real(_part(runs, slice(middle, None)), sources, destinations, *more)
+        real(part(runs, slice(middle, None)), sources, destinations, *more)
 
     monkeypatch.setattr(pull, "copy_runs", copy)
     try:
@@ -155,6 +155,6 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, threads: str) -> Iterator[SlowC
         slow.go_on.set()
 
 
-def _part(runs: Runs, which: slice) -> Runs:
+def part(runs: Runs, which: slice) -> Runs:
     columns = ("source", "source_offset", "destination", "destination_offset", "num_bytes", "tensor_offset", "fragment")
     return replace(runs, **{name: np.ascontiguousarray(getattr(runs, name)[which]) for name in columns})

@@ -127,6 +127,20 @@ def test_ctrl_c_leaves_no_process_and_no_file(demo: Demo) -> None:
 
 
 @pytest.mark.timeout(START_SECONDS)
+def test_a_closed_terminal_leaves_no_process_and_no_file(demo: Demo) -> None:
+    demo.start("--no-vllm", "--steps", "100000", "--every", "5")
+    assert demo.process is not None
+    assert demo.process.stderr is not None
+    while "daemon: ready" not in demo.process.stderr.readline():
+        pass
+    demo.process.send_signal(signal.SIGHUP)
+    code, _, err = demo.end()
+    assert code == 128 + signal.SIGHUP, err
+    demo.wait_until_nothing_is_left()
+    assert list(demo.workspace.iterdir()) == []
+
+
+@pytest.mark.timeout(START_SECONDS)
 def test_a_child_that_dies_ends_the_demo_and_is_named(demo: Demo) -> None:
     demo.start("--no-vllm", "--steps", "100000", "--every", "5")
     demo.first_version()

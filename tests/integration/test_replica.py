@@ -172,3 +172,32 @@ def test_the_daemon_shows_what_the_replica_serves_until_it_is_closed(
         )  # fmt: skip
         assert set(agent.timings.phases) == {"stage", "pause", "commit", "reset", "resume", "probe"}
     until(lambda: not shown(), client.status)
+
+
+def test_a_replica_whose_name_another_process_took_says_so(
+    client: RefitClient, replica: Replica, daemon: DaemonProcess, model: str
+) -> None:
+    """It hears of no version any more: serving on in silence it would look like a fresh one."""
+    version = publish(client, 1)
+    replica.until(version)
+    with contextlib.closing(Replica(daemon.address, model)) as other:
+        other.until(version)
+        until(lambda: replica.agent.status.report.problem, lambda: replica.agent.status)
+    problem = replica.agent.status.report.problem
+    assert problem is not None
+    assert "a newer process took its place" in problem.message
+    assert replica.agent.version == version
+
+
+def test_a_daemon_that_starts_anew_with_no_state_is_followed(
+    client: RefitClient, replica: Replica, daemon: DaemonProcess, model: str, keeper_name: str, tmp_path: Path
+) -> None:
+    """Both count from 1, and the replica's version 1 is not the new daemon's."""
+    replica.until(publish(client, 1))
+    port = daemon.address.rpartition(":")[2]
+    daemon.kill()
+    with DaemonProcess(tmp_path / "empty", "--port", port) as empty:
+        late = RefitClient(empty.address, model=model, run="b", keeper=keeper_name, linger=timedelta(seconds=1))
+        with contextlib.closing(late):
+            assert publish(late, 7) == 1
+            until(lambda: torch.equal(replica.weights["w"], weights(7)["w"]), lambda: replica.agent.status)

@@ -180,6 +180,14 @@ def test_the_doctor_finds_the_daemon_and_this_environment(cli: Cli) -> None:
     cli.run("doctor", "--server-only")
 
 
+def test_wrong_client_settings_are_a_finding_among_the_others() -> None:
+    report = Cli("garbage").json("doctor", expect=FAILED)
+    findings = {item["check"]: item for item in report["findings"]}  # type: ignore[attr-defined]
+    assert findings["client settings"]["level"] == "failed"
+    assert "INVALID: address 'garbage'" in findings["client settings"]["text"]
+    assert findings["memfd"]["level"] == "ok"
+
+
 def test_the_doctor_refuses_fork_support(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "1")
     report = cli.json("doctor", expect=FAILED)

@@ -21,6 +21,7 @@ from refitd.control import commands as c
 from refitd.control.codec import decode, encode
 from refitd.control.limits import Limits
 from refitd.control.records import AttemptRecord, VersionRecord, key
+from refitd.control.state import State
 from refitd.domain.agent import Agent, ReplicaReport, ReplicaState, Role, TrainerInfo
 from refitd.domain.errors import Problem, Unavailable, Unsupported
 from refitd.domain.events import Event, Progress, RolloutChanged, VersionSealed
@@ -286,5 +287,29 @@ def test_a_model_name_with_a_slash_is_not_another_models() -> None:
         assert [(model.model, model.kept_versions) for model in models] == [
             (MODEL, ()), ("policy/00000000000000000001", (1,)),
         ]  # fmt: skip
+
+    run_in(memory_world(), scenario)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("version/policy/00000000000000000001", b"{"), ("attempt/policy/00000000000000000001", b"[1]"),
+        ("model/policy", b"null"), ("model/policy", None),
+    ],
+)  # fmt: skip
+def test_a_damaged_record_keeps_the_daemon_from_starting_and_is_named(name: str, value: bytes | None) -> None:
+    async def scenario(world: World) -> None:
+        await (await world.trainer()).publish(1)
+        await world.stop()
+        store = world.open_store()
+        store.commit([Write(name, value)]).durable.result(10)
+        with pytest.raises(Unsupported) as caught:
+            State.load(store)
+        assert caught.value.advice
+        assert caught.value.subject
+        store.commit([Write(name, None), *(Write(key, None) for key, _ in store.range(""))]).durable.result(10)
+        store.close()
+        await world.start()
 
     run_in(memory_world(), scenario)

@@ -20,6 +20,7 @@ from control_world import (
 from refitd.control import commands as c
 from refitd.control.codec import encode
 from refitd.control.limits import CHUNK_BYTES, Limits
+from refitd.control.records import key
 from refitd.domain.agent import EngineInfo, ReplicaState, Role, TrainerInfo, TransportKind
 from refitd.domain.errors import (
     Invalid,
@@ -32,6 +33,7 @@ from refitd.domain.errors import (
     VersionNotFound,
 )
 from refitd.domain.version import Run
+from refitd.store.base import Write
 
 
 async def replica_status(world: World) -> c.AgentStatus:
@@ -343,6 +345,46 @@ def test_counts_are_limited() -> None:
             assert isinstance(await error_of(work), Limit)
 
     run_in(memory_world(limits=Limits(max_models=1, max_agents=2, max_leases_per_agent=1)), scenario)
+
+
+def test_a_lease_that_is_asked_for_again_under_its_name_is_the_same_lease() -> None:
+    async def scenario(world: World) -> None:
+        trainer = await world.trainer()
+        await trainer.publish(1)
+        observer, other = await world.observer(), await world.observer("o2")
+        ask = c.AcquireLeaseRequest(observer, MODEL, lease_id="mine")
+        first = await world.control.acquire_lease(ask)
+        await trainer.publish(2)
+        await world.restart()
+        again = await world.control.acquire_lease(ask)
+        assert (again.lease_id, again.version) == (first.lease_id, first.version) == ("mine", 1)
+        stolen = world.control.acquire_lease(c.AcquireLeaseRequest(other, MODEL, lease_id="mine"))
+        assert isinstance(await error_of(stolen), Invalid)
+        await world.control.release_lease(c.ReleaseLeaseRequest("mine"))
+        assert (await world.control.acquire_lease(ask)).version == 2
+
+    run_in(memory_world(), scenario)
+
+
+@pytest.mark.parametrize("damage", [None, b"{", b"other bytes"])
+def test_a_layout_that_is_damaged_in_the_store_is_taken_again_from_the_trainer(damage: bytes | None) -> None:
+    async def scenario(world: World) -> None:
+        trainer = await world.trainer()
+        await trainer.publish(1)
+        name = layout_hash(trainer.layout)
+        await world.stop()
+        store = world.open_store()
+        store.commit([Write(key("layout", name), damage)]).durable.result(10)
+        store.close()
+        await world.start()
+        trainer = await world.trainer(run=Run("run-b"))
+        refused = await trainer.prepare(2)
+        assert refused.problem is not None
+        assert refused.problem.subject["layout_hash"] == name  # which is what makes a trainer send it again
+        await world.upload(trainer.layout)
+        assert (await trainer.publish(3)).version == 2
+
+    run_in(memory_world(), scenario)
 
 
 def test_a_layout_is_uploaded_in_chunks_that_many_ranks_may_send_at_once() -> None:

@@ -236,6 +236,25 @@ def test_a_rank_that_asks_for_its_request_again_while_it_is_being_sealed_gets_th
     run_in(memory_world(), scenario)
 
 
+def test_a_request_id_stands_for_one_step_of_one_run() -> None:
+    async def scenario(world: World) -> None:
+        first, second = await world.trainers(2)
+        a, b = await gathered(first.prepare(1, request_id="r"), second.prepare(1, request_id="r"))
+        await gathered(first.stage(a), second.stage(b))
+        await first.seal(a.version)
+        answers = await gathered(first.prepare(2, request_id="r"), second.prepare(2, request_id="r"))
+        for answer in answers:
+            assert answer.decision is DecisionKind.REFUSE
+            assert answer.problem is not None
+            assert answer.problem.reason == "INVALID"
+            assert "'r' was used for step 1 (version 1); now it comes with step 2" in answer.problem.message
+        new = await world.trainer(run=Run("run-b"))
+        decided = await new.prepare(1, request_id="r")  # other weights: the version of run-a must not be its answer
+        assert (decided.decision, decided.version) == (DecisionKind.GATHER, a.version + 1)
+
+    run_in(memory_world(), scenario)
+
+
 def test_a_step_that_this_run_sealed_is_only_compared_and_keeps_every_version() -> None:
     async def scenario(world: World) -> None:
         trainer = await world.trainer()

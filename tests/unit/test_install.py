@@ -4,144 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
+from install_world import SOON, Bench
 
 from refitd.agent.gate import AdmissionGate, ClosedFor
-from refitd.agent.install import InstallAgent, InstallTimeouts, Lease, Target
-from refitd.domain.agent import ReplicaReport, ReplicaState, TransportKind
-from refitd.domain.errors import Deadline, DigestMismatch, Invalid, Tainted, Unavailable
-from refitd.domain.version import Run, Version, VersionState
-from refitd.engine.base import Manifest, StageReport
-
-SOON = timedelta(seconds=20)
-QUICK = InstallTimeouts(retry=timedelta(milliseconds=20), retry_most=timedelta(milliseconds=40))
-
-
-class FakeSession:
-    """A daemon in memory: `publish` moves the target, `away` makes every call fail."""
-
-    def __init__(self) -> None:
-        self.current = Target(0, agent_id="a")
-        self.pinned = False
-        self.runs: dict[int, Run] = {}
-        self.reports: list[ReplicaReport] = []
-        self.leases: set[str] = set()
-        self.away = False
-        self.listeners: list[Callable[[], None]] = []
-        self.changed = threading.Condition()
-
-    def publish(self, version: int, *, pinned: bool = False, run: str = "run", agent_id: str = "a") -> None:
-        self.runs.setdefault(version, Run(run))
-        self.current = Target(version, self.current.serial + 1, agent_id)
-        self.pinned = pinned
-        for listener in self.listeners:
-            listener()
-
-    def target(self) -> Target:
-        return self.current
-
-    def add_listener(self, listener: Callable[[], None]) -> None:
-        self.listeners.append(listener)
-
-    def acquire_lease(self, timeout: timedelta) -> Lease:
-        self._reach()
-        version = self.current.version
-        self.leases.add(f"lease-{version}")
-        return Lease(f"lease-{version}", version, self.pinned)
-
-    def release_lease(self, lease_id: str, timeout: timedelta) -> None:
-        self._reach()
-        self.leases.remove(lease_id)
-
-    def manifest(self, version: int, timeout: timedelta) -> Manifest:
-        self._reach()
-        return Manifest(Version("m", version, VersionState.SEALED, self.runs[version], version), {})
-
-    def report(self, report: ReplicaReport, timeout: timedelta) -> None:
-        self._reach()
-        with self.changed:
-            self.reports.append(report)
-            self.changed.notify_all()
-
-    def until(self, test: Callable[[ReplicaReport], bool]) -> ReplicaReport:
-        """The first report, old or new, that passes the test."""
-        with self.changed:
-            assert self.changed.wait_for(lambda: any(map(test, self.reports)), SOON.total_seconds()), self.reports
-            return next(filter(test, self.reports))
-
-    def _reach(self) -> None:
-        if self.away:
-            raise Unavailable("the daemon is away")
-
-
-class FakeEngine:
-    """Records calls; `script[phase]` runs before the phase takes effect."""
-
-    kind, num_ranks = "fake", 1
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.script: dict[str, Callable[[], None]] = {}
-        self.staged = 0
-        self.weights = 0
-        self.label = 0
-
-    def stage(self, manifest: Manifest, timeout: timedelta) -> StageReport:
-        self._call("stage", manifest.version.version)
-        self.staged = manifest.version.version
-        return StageReport(64, "shm", "same host")
-
-    def pause(self, timeout: timedelta) -> None:
-        self._call("pause")
-
-    def commit(self, version: int, timeout: timedelta) -> None:
-        self._call("commit", version)
-        assert version == self.staged
-        self.weights = version
-
-    def reset_caches(self, timeout: timedelta) -> None:
-        self._call("reset")
-
-    def resume(self, version: int, timeout: timedelta) -> None:
-        self._call("resume", version)
-        self.label = version
-
-    def probe(self, timeout: timedelta) -> None:
-        self._call("probe")
-
-    def _call(self, phase: str, *about: int) -> None:
-        self.calls.append(" ".join([phase, *map(str, about)]))
-        self.script.get(phase, lambda: None)()
-
-
-class Bench:
-    def __init__(self) -> None:
-        self.session, self.engine, self.gate = FakeSession(), FakeEngine(), AdmissionGate(wait=SOON)
-        self.agents: list[InstallAgent] = []
-
-    def start(self, timeouts: InstallTimeouts = QUICK) -> InstallAgent:
-        agent = InstallAgent(self.session, self.engine, self.gate, replica="r0", timeouts=timeouts)
-        self.agents.append(agent)
-        return agent
-
-    def installed(self, version: int) -> ReplicaReport:
-        return self.session.until(lambda r: r.state is ReplicaState.SERVING and r.installed_version == version)
-
-    def tainted(self) -> ReplicaReport:
-        return self.session.until(lambda r: r.state is ReplicaState.TAINTED)
-
-    def fail(self, phase: str, error: Exception, times: int = 1) -> None:
-        left = [times]
-
-        def breaking() -> None:
-            if left[0]:
-                left[0] -= 1
-                raise error
-
-        self.engine.script[phase] = breaking
+from refitd.agent.install import InstallTimeouts, Lease
+from refitd.domain.agent import ReplicaState, TransportKind
+from refitd.domain.errors import Deadline, DigestMismatch, EngineDead, Invalid, Tainted, Unavailable
+from refitd.domain.version import Run
 
 
 @pytest.fixture
@@ -405,3 +278,100 @@ def test_a_shut_down_gate_ends_waits_at_once() -> None:
 def test_the_async_gate_has_a_deadline() -> None:
     with pytest.raises(Deadline, match="JOINING"):
         asyncio.run(AdmissionGate().enter_async(timedelta(milliseconds=10)))
+
+
+def test_an_install_that_is_closed_while_it_stages_never_touches_the_engine(bench: Bench) -> None:
+    """Its closer may have stopped waiting and taken the gate away: the install would change weights under traffic."""
+    agent = bench.start()
+    bench.session.publish(1)
+    bench.installed(1)
+    inside, go = threading.Event(), threading.Event()
+    bench.engine.script["stage"] = lambda: (inside.set(), go.wait(20))[0]  # type: ignore[func-returns-value]
+    bench.session.publish(2)
+    assert inside.wait(20)
+    with pytest.raises(Deadline, match="still in stage"):
+        agent.close(timedelta(milliseconds=10))
+    go.set()
+    agent.close()
+    assert bench.engine.calls[-1] == "stage 2"
+    assert bench.engine.weights == 1
+    assert bench.gate.closed is None
+
+
+def test_a_daemon_that_lost_its_state_is_not_believed_by_the_number_alone(bench: Bench) -> None:
+    """It counts from 1 again, and its version 1 is another one than the version 1 that is served."""
+    bench.start()
+    bench.session.publish(1)
+    bench.installed(1)
+    bench.session.runs[1] = Run("another")
+    bench.session.publish(1, agent_id="b")
+    bench.session.until(lambda r: bench.engine.calls.count("commit 1") == 2)
+
+
+def test_a_replica_that_registers_again_does_not_install_what_it_serves(bench: Bench) -> None:
+    agent = bench.start()
+    bench.session.publish(1)
+    first = bench.installed(1)
+    bench.session.publish(1, agent_id="b")
+    bench.session.until(lambda r: bench.session.reports.count(first) == 2)
+    bench.session.publish(2, agent_id="b")
+    bench.installed(2)
+    assert bench.engine.calls.count("commit 1") == 1
+    assert agent.status.attempts == 2
+
+
+def test_who_waits_for_the_first_version_is_told_what_keeps_it_back(bench: Bench) -> None:
+    bench.engine.script["stage"] = lambda: (_ for _ in ()).throw(Invalid("'w' has another shape", advice="rebuild it"))
+    agent = bench.start()
+    bench.session.publish(1)
+    bench.session.until(lambda r: r.problem is not None)
+    with pytest.raises(Deadline, match=r"no version has been installed yet; INVALID: 'w' has another shape") as late:
+        agent.wait_ready(timedelta(0))
+    assert late.value.advice == "rebuild it"
+
+
+def test_a_replica_that_the_daemon_refuses_says_why_it_is_not_ready(bench: Bench) -> None:
+    bench.session.away = True
+    agent = bench.start()
+    while agent.status.daemon_problem is None:
+        threading.Event().wait(0.005)
+    with pytest.raises(Deadline, match="UNAVAILABLE: the daemon is away"):
+        agent.wait_ready(timedelta(0))
+    bench.session.away = False
+    bench.session.publish(1)
+    bench.installed(1)
+    assert agent.wait_ready(SOON) == 1
+    assert agent.status.daemon_problem is None
+
+
+def test_an_engine_that_refused_its_first_version_runs_on(bench: Bench) -> None:
+    bench.fail("commit", Invalid("refused before the first byte"))
+    bench.start(InstallTimeouts(retry=timedelta(hours=1), retry_most=timedelta(hours=1)))
+    bench.session.publish(1)
+    bench.session.until(lambda r: r.problem is not None)
+    assert bench.engine.calls == ["stage 1", "pause", "commit 1", "resume 0"]
+    assert bench.gate.closed is not None
+    assert bench.gate.closed.reason is ClosedFor.JOINING
+
+
+@pytest.mark.parametrize("phase", ["stage", "pause", "commit", "probe"])
+def test_a_dead_engine_ends_waits_at_once_and_is_not_called_serving(bench: Bench, phase: str) -> None:
+    bench.start(InstallTimeouts(retry=timedelta(hours=1), retry_most=timedelta(hours=1)))
+    bench.session.publish(1)
+    bench.installed(1)
+    bench.fail(phase, EngineDead("its processes are gone", advice="restart it"))
+    bench.session.publish(2)
+    report = bench.tainted()
+    assert report.problem is not None
+    assert report.problem.reason == "ENGINE_DEAD"
+    with pytest.raises(Unavailable, match="its processes are gone"):
+        bench.gate.enter(SOON)
+
+
+def test_a_gate_that_was_shut_for_good_is_not_opened_by_a_late_install() -> None:
+    gate = AdmissionGate()
+    gate.close(ClosedFor.SHUTDOWN)
+    gate.close(ClosedFor.INSTALLING)
+    gate.open()
+    with pytest.raises(Unavailable):
+        gate.enter(timedelta(0))

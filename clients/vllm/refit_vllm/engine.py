@@ -17,7 +17,7 @@ from typing import Any
 
 from refit_vllm.drivers import Driver
 from refit_vllm.wire import Reply, encode_version, missing_layouts, parse_reply
-from refitd.domain.errors import Deadline, IllegalTransition, Incomplete, Invalid, RefitError, Tainted
+from refitd.domain.errors import Deadline, EngineDead, IllegalTransition, Incomplete, Invalid, RefitError, Tainted
 from refitd.domain.layout import Tensor
 from refitd.engine.base import Manifest, StageReport
 from refitd.engine.module import manifest_tensors
@@ -96,7 +96,7 @@ class VllmEngine:
         self._staged = 0
         try:
             replies = self._call("refitd_commit", timeout, version)
-        except Tainted:
+        except (Tainted, EngineDead):
             raise
         except Exception as error:
             # The call may still be under way in a worker.
@@ -136,6 +136,8 @@ class VllmEngine:
         """A fixed prompt through the whole model; its log-probabilities must be finite."""
         try:
             values = self._driver.probe(self._prompt, timeout)
+        except EngineDead:
+            raise
         except Exception:
             self._driver.stop(timeout)
             raise

@@ -18,6 +18,8 @@ from refitd.agent.install import EngineSession, InstallAgent, InstallTimeouts, R
 from refitd.domain.errors import Invalid, Unsupported
 
 WORKER = "refit_vllm.worker.RefitWorker"
+# The attribute of an engine that says whose it is.
+ATTACHED = "_refitd_replica"
 
 
 def engine_args(**overrides: object) -> dict[str, Any]:
@@ -35,6 +37,7 @@ class Replica:
     def __init__(self, agent: InstallAgent, gate: AdmissionGate, driver: Driver, on_close: Callable[[], None]) -> None:
         self._agent, self._driver, self._on_close = agent, driver, on_close
         self.gate = gate
+        self.closed = False
 
     @property
     def version(self) -> int:
@@ -63,19 +66,32 @@ class Replica:
         return self._agent.status.report.installed_version
 
     def close(self, timeout: timedelta = timedelta(seconds=30)) -> None:
-        """Ends the agent and leaves the engine to the application. An install under way is finished first.
+        """Ends the agent and leaves the engine to the application. An install that has paused it is finished first.
 
         An engine that serves a whole version goes on serving it without a gate; one that does not (JOINING, TAINTED)
         keeps its gate shut, and requests fail at once. Not to be called on an AsyncLLM's own loop: use `close_async`.
         """
         try:
             self._agent.close(timeout)
+            self.closed = True
         finally:
             if self.gate.closed is None:
                 self._driver.detach()
             else:
                 self.gate.close(ClosedFor.SHUTDOWN, self.gate.closed.problem)
+                self._driver.detach(keep_gate=True)
             self._on_close()
+
+    def hand_over(self) -> None:
+        """Takes the gate away for the engine's next replica. Raises `Invalid` while this one is not closed."""
+        if not self.closed:
+            raise Invalid(
+                f"the engine is attached already, as replica {self._agent.status.replica!r}",
+                advice="close that replica first; one engine is one replica",
+                agent=self._agent.status.replica,
+            )
+        if self.gate.closed is not None:
+            self._driver.detach()
 
     async def close_async(self, timeout: timedelta = timedelta(seconds=30)) -> None:
         """As `close`, from the engine's event loop."""
@@ -109,7 +125,8 @@ def attach(
         loop: The AsyncLLM's event loop; None: the running one.
 
     Raises:
-        Invalid: the engine was not built with `engine_args()`, or an AsyncLLM is attached outside its loop.
+        Invalid: the engine was not built with `engine_args()`, is attached already (a closed replica's engine may be
+            attached again), or is an AsyncLLM that is attached outside its loop.
         Unsupported: data parallelism inside one engine, EPLB, or a model that does not generate.
     """
     from refitd.agent.replica import connect_replica
@@ -141,6 +158,10 @@ def attach_session(
     is_async = asyncio.iscoroutinefunction(getattr(llm, "add_request", None))
     config = llm.vllm_config if is_async else llm.llm_engine.vllm_config
     _check_engine(config)
+    before = getattr(llm, ATTACHED, None)
+    if isinstance(before, Replica):
+        before.hand_over()
+        delattr(llm, ATTACHED)
     gate = AdmissionGate(wait=request_wait)
     driver: Driver
     if is_async:
@@ -155,9 +176,15 @@ def attach_session(
         unread=unread,
     )
     name = replica or f"{socket.gethostname()}-{os.getpid()}"
-    session, on_close = connect(engine, name)
+    try:
+        session, on_close = connect(engine, name)
+    except BaseException:
+        driver.detach()  # nobody would ever open the gate
+        raise
     agent = InstallAgent(session, engine, gate, replica=name, timeouts=timeouts)
-    return Replica(agent, gate, driver, on_close)
+    attached = Replica(agent, gate, driver, on_close)
+    setattr(llm, ATTACHED, attached)
+    return attached
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:
