@@ -1,15 +1,14 @@
 """Reads a saved Megatron checkpoint (torch_dist) on one process and digests it as a published version would be.
 
 The weights are found by their sharded names, one layer at a time, and mapped to Hugging Face names by the same tables
-as live parameters; optimizer state is passed over. Neither Megatron nor a process group is needed. It knows no daemon;
-`refitd doctor checkpoint` runs it in its own process, `differing` also tests.
+as live parameters; optimizer state is passed over. Neither Megatron nor a process group is needed, and it knows no
+daemon. `refitd doctor checkpoint` runs it in its own process.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import pickle
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -175,7 +174,9 @@ def _metadata(path: Path, reader: FileSystemReader) -> Metadata:
             raise Invalid(f"{path} is a {backend} checkpoint; only torch_dist is read", field="path")
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, is_coordinator=True)
-    except (OSError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except RefitError:
+        raise
+    except Exception as error:  # a damaged file makes its reader raise anything
         raise Invalid(
             f"{path} is no torch_dist checkpoint, or was never completed: {error}",
             advice="give the directory of one iteration (the one with .metadata and *.distcp)", field="path",
