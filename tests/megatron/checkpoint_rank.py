@@ -352,9 +352,7 @@ def daemon_away(s: Scene) -> None:
     assert s.publish().gathered
 
 
-def main(server: str, keeper: str, kind: str, folder: str) -> None:
-    trainer.start()
-    s = Scene(server, keeper, kind, Path(folder))
+def run(s: Scene) -> None:
     for _ in range(WARM_UP):
         s.train()
     without_fence(s)
@@ -373,12 +371,18 @@ def main(server: str, keeper: str, kind: str, folder: str) -> None:
     trainer.say("training is that of the control")
     s.watched.unwatch()
     s.client.close()
-    if s.persistent:  # its worker of rank 1 is dead, so an orderly end would hang
-        dist.barrier()
-        sys.stdout.flush()
-        os._exit(0)
-    saving.finish(s.queue)
-    trainer.finish()
+
+
+def main(server: str, keeper: str, kind: str, folder: str) -> None:
+    trainer.start()
+    scene = Scene(server, keeper, kind, Path(folder))
+    try:
+        run(scene)
+    finally:
+        saving.end_workers()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # the queue's own end waits for workers
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ tests/integration/test_doctor_checkpoint.py.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -87,7 +88,8 @@ def main(server: str, keeper: str, kind: str, folder: Path) -> None:
         trainer.start(tp=2)
     else:
         trainer.start(ep=2)
-    filesystem_async.get_write_results_queue("fork")
+    # Spawning its process, as Megatron would, imports this script again.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     model = trainer.build_model(SHAPES[kind])
     source = model.source()
     with RefitClient(
@@ -122,9 +124,7 @@ def main(server: str, keeper: str, kind: str, folder: Path) -> None:
             os.truncate(damaged, damaged.stat().st_size // 4)
         ask("cut", server, folder / "cut", model)
         dist.barrier()
-    manager = getattr(filesystem_async._results_queue, "_manager", None)
-    if manager is not None:
-        manager.shutdown()
+    filesystem_async._results_queue._manager.shutdown()
     trainer.finish()
 
 
