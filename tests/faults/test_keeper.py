@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from refitd.domain.errors import Deadline, Internal, RefitError, Unavailable, VersionUnavailable
+from refitd.domain.errors import Deadline, RefitError, Unavailable, VersionUnavailable
 from refitd.domain.version import ArenaSlot
 from refitd.transport import keeper_client, keeper_wire
 from refitd.transport.keeper_client import KeeperClient
@@ -479,53 +478,3 @@ def test_a_corrupt_segment_is_refused_by_the_reader(client: KeeperClient) -> Non
         transport.open(slot, 1)
     transport.close()
     client.drop("corrupt", T)
-
-
-def test_a_put_whose_answer_was_not_waited_for_may_be_repeated(
-    keeper_name: str, pids_of_keeper: Callable[[str], list[int]]
-) -> None:
-    """The keeper was stopped at the deadline of the first put, and carried it out when it went on."""
-    client, other = KeeperClient(keeper_name, start=True), KeeperClient(keeper_name, start=True)
-    memfd, foreign = sealed_memfd(b"x" * 4096), sealed_memfd(b"y" * 4096)
-    client.arenas(T)
-    (pid,) = pids_of_keeper(keeper_name)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        with pytest.raises(Deadline, match="did not answer put in time"):
-            client.put("mine", memfd, timedelta(0), SHORT)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    client.put("mine", memfd, timedelta(0), T)
-    assert [(row.arena, row.owner_pid) for row in client.arenas(T)] == [("mine", os.getpid())]
-    for who, what in ((client, foreign), (other, memfd)):
-        with pytest.raises(Internal, match="the name is taken"):
-            who.put("mine", what, timedelta(0), T)
-    for fd in (memfd, foreign):
-        os.close(fd)
-    client.drop("mine", T)
-    client.close()
-    other.close()
-
-
-def test_a_stopped_keeper_costs_a_reader_its_own_time_and_no_more(
-    start: Start, keeper_name: str, pids_of_keeper: Callable[[str], list[int]]
-) -> None:
-    """The transport's own timeout is far longer than the call's, also while another thread waits."""
-    owner = start(linger=0)
-    slot = ArenaSlot(**owner.call("publish", 1, []))
-    (pid,) = pids_of_keeper(keeper_name)
-    transport = ShmTransport(timeout=timedelta(minutes=10))
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        other = threading.Thread(target=lambda: transport.reaches(slot, timedelta(seconds=5)))
-        other.start()
-        with pytest.raises(Deadline):
-            transport.open(slot, 1, SHORT)
-        assert "did not answer" in str(transport.reaches(slot, SHORT)) or other.is_alive()
-        other.join(60)
-        assert not other.is_alive()
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    transport.open(slot, 1, T).close()
-    transport.close()
-    owner.call("close")

@@ -21,7 +21,8 @@ from integration.daemon_process import WAIT, DaemonProcess
 from refit_client import RefitClient
 
 from refitd.agent import reader
-from refitd.agent.reader import Reader, Weights
+from refitd.agent.leasing import Leasing
+from refitd.agent.reader import Weights
 from refitd.agent.session import Session
 from refitd.domain.errors import VersionUnavailable
 from refitd.v1 import agents_pb2, types_pb2
@@ -92,14 +93,14 @@ def test_without_its_lease_a_slow_pull_is_an_error_and_never_a_mixture(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B096, the control: with the lease gone the slot is rewritten under the reader, which notices."""
-    acquire = Reader._acquire
+    acquire = Leasing.acquire
 
-    def lose(self: Reader, *args: Any) -> agents_pb2.AcquireLeaseResponse:
+    def lose(self: Leasing, *args: Any) -> agents_pb2.AcquireLeaseResponse:
         lease = acquire(self, *args)
         self._connection.agents.ReleaseLease(agents_pb2.ReleaseLeaseRequest(lease_id=lease.lease_id), timeout=WAIT)
         return lease
 
-    monkeypatch.setattr(Reader, "_acquire", lose)
+    monkeypatch.setattr(Leasing, "acquire", lose)
     trainer = world.client(capacity=1)
     published(trainer, pages(1), 1)
     with slow_copies(monkeypatch, "slow") as slow:
