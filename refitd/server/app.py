@@ -84,6 +84,9 @@ def server_options(settings: Settings) -> list[Option]:
         ("grpc.http2.ping_timeout_ms", int(keepalive.timeout_seconds * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        # Clients ping more often than agreed now and then (after a restart, or to measure bandwidth); answering that
+        # with GOAWAY would end their watches for nothing.
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(keepalive.min_client_ping_seconds * 1000)),
     ]
 
