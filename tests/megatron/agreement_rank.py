@@ -107,13 +107,15 @@ def run(client: RefitClient, model: Trainer, step: int, kind: str, drift: Drift,
         assert refusal.value.reason == "REPLICAS_DIFFER", refusal.value
         assert refusal.value.subject["tensor"] == tensor, refusal.value
         assert refusal.value.subject["ranks"] == ",".join(map(str, ranks)), refusal.value
-        assert sent == [1]
+        # A rank without a copy may learn the outcome before it is asked for its (empty) lists.
+        lists = sent[0]
+        assert lists == 1 if drifted else lists <= 1
         if undo is not None:
             undo()
         result = client.publish(model.source(), step=step + 2, timeout=TIMEOUT)
         assert result is not None
         assert result.unchanged
-        assert sent == [1]
+        assert sent == [lists]
     finally:
         stub.ReportDigests = real
     trainer.say(f"drift ok: {kind}: {tensor} on ranks {ranks}")
