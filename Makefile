@@ -10,6 +10,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST ?= tests
+ON_OLDEST := tests/integration/test_megatron_source.py tests/integration/test_fresh.py
 DEMO ?=
 BENCH ?=
 
@@ -36,8 +37,12 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The Megatron tests run on the newest Megatron-Core and once more on the oldest.
 test: setup
 	$(BIN)/python -m pytest $(PYTEST)
+ifeq ($(PYTEST),tests)
+	REFITD_TEST_MEGATRON_PATH=$(abspath $(VENV))/oldest-megatron $(BIN)/python -m pytest $(ON_OLDEST)
+endif
 
 test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu -m gpu
