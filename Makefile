@@ -5,18 +5,20 @@
 #   make test-gpu  the tests that need a CUDA device
 #   make check   what a change must pass beside the tests
 #   make bench   speed against one memcpy of the same bytes
+#   make bench-checkpoints  what a trainer waits for beside a slow checkpoint save
 #   make dev     the tests' environment and a daemon in the foreground
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST ?= tests
+ON_OLDEST := tests/integration/test_megatron_source.py tests/integration/test_fresh.py
 DEMO ?=
 BENCH ?=
 
 # Two training ranks, an engine and a daemon share the machine; OpenMP's default would start as many threads for each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check format test test-gpu demo bench protos dev clean
+.PHONY: help setup check format test test-gpu demo bench bench-checkpoints protos dev clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -36,8 +38,12 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The Megatron tests run on the newest Megatron-Core and once more on the oldest.
 test: setup
 	$(BIN)/python -m pytest $(PYTEST)
+ifeq ($(PYTEST),tests)
+	REFITD_TEST_MEGATRON_PATH=$(abspath $(VENV))/oldest-megatron $(BIN)/python -m pytest $(ON_OLDEST)
+endif
 
 test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu -m gpu
@@ -47,6 +53,9 @@ demo: setup
 
 bench: setup
 	@$(BIN)/python tests/bench/bench.py $(BENCH)
+
+bench-checkpoints: setup
+	@$(BIN)/python tests/bench/slow_save.py $(BENCH)
 
 protos:
 	protos/generate.sh

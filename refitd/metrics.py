@@ -119,6 +119,33 @@ class Metrics:
             "refitd_refit_latency_seconds", "Seconds from seal until a replica serves the version.", ("model",),
             buckets=TRANSFER_BUCKETS, registry=registry,
         )  # fmt: skip
+        self._fence_waits = Histogram(
+            "refitd_fence_wait_seconds", "Seconds that a request waited for a fence; what was free is not counted.",
+            ("model", "use", "outcome"), buckets=TRANSFER_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self._fences_ended = Counter(
+            "refitd_fences_ended_total", "Fences that lasted over a second, or ended early, by how they ended.",
+            ("model", "use", "ending"), registry=registry,
+        )  # fmt: skip
+        self._fence_rejections = Counter(
+            "refitd_fence_rejections_total", "Uses of a stale fence token that agents refused.", ("model",),
+            registry=registry,
+        )  # fmt: skip
+        self._fence_breaks = Counter(
+            "refitd_fence_breaks_total", "Fences that operators broke.", ("model",), registry=registry
+        )
+        self._fence_entries_dropped = Counter(
+            "refitd_fence_entries_dropped_total", "Entries of fence reports that agents had no room for.", ("model",),
+            registry=registry,
+        )  # fmt: skip
+        self._checkpoint_records = Counter(
+            "refitd_checkpoint_records_total", "Checkpoints that were recorded as durable.", ("model", "strategy"),
+            registry=registry,
+        )  # fmt: skip
+        self._checkpoint_seconds = Histogram(
+            "refitd_checkpoint_duration_seconds", "Seconds from the schedule of a save, by moment.",
+            ("model", "moment"), buckets=TRANSFER_BUCKETS, registry=registry,
+        )  # fmt: skip
         self._names: dict[str, set[str]] = {}
 
     def decided(self, model: str, decision: str, waited_seconds: float) -> None:
@@ -159,6 +186,26 @@ class Metrics:
     def agent_ended(self, model: str, role: str, reason: str) -> None:
         """`reason` is "expired" (its ttl ended, and its leases with it), "deregistered", "replaced" or "other"."""
         self._agents_ended.labels(model, role, reason).inc()
+
+    def fence_waited(self, model: str, use: str, granted: bool, seconds: float) -> None:
+        self._fence_waits.labels(model, use, "granted" if granted else "gave_up").observe(seconds)
+
+    def fence_ended(self, model: str, use: str, ending: str) -> None:
+        self._fences_ended.labels(model, use, ending).inc()
+
+    def fences_refused(self, model: str, rejections: int, dropped: int) -> None:
+        self._fence_rejections.labels(model).inc(rejections)
+        self._fence_entries_dropped.labels(model).inc(dropped)
+
+    def fence_broken(self, model: str) -> None:
+        self._fence_breaks.labels(model).inc()
+
+    def checkpoint_recorded(self, model: str, strategy: str, staged_seconds: float, durable_seconds: float) -> None:
+        """Seconds since the save was scheduled; negative: not known."""
+        self._checkpoint_records.labels(model, strategy).inc()
+        for moment, seconds in (("staged", staged_seconds), ("durable", durable_seconds)):
+            if seconds >= 0:
+                self._checkpoint_seconds.labels(model, moment).observe(seconds)
 
     def _bounded(self, kind: str, name: str) -> str:
         """`name`, or OTHER once too many different ones were seen."""
@@ -212,7 +259,14 @@ def status_families(status: GetStatusResponse) -> list[Metric]:
         "refitd_replica_version_lag", "Sealed versions between the served and the target one.",
         labels=("model", "replica"),
     )  # fmt: skip
+    fences = GaugeMetricFamily(
+        "refitd_fences", "Fences as agents last reported them: held, or waited for.", labels=("model", "state")
+    )
+    checkpoints = GaugeMetricFamily("refitd_checkpoints", "Checkpoints on record.", labels=("model",))
     for model in status.models:
+        fences.add_metric((model.model, "held"), model.num_fence_holders)
+        fences.add_metric((model.model, "waited_for"), model.num_fence_waits)
+        checkpoints.add_metric((model.model,), model.num_checkpoints)
         open_versions = int(model.attempt is not None and model.attempt.version > 0)
         versions.add_metric((model.model, VersionState.OPEN), open_versions)
         versions.add_metric((model.model, VersionState.SEALED), len(model.kept_versions))
@@ -239,5 +293,5 @@ def status_families(status: GetStatusResponse) -> list[Metric]:
             replicas.add_metric((model.model, replica_state.value), count)
     return [
         revision, term, started, watchers, versions, latest, sealed_at, publishes, pins, leases, agents, replicas,
-        installed, lag,
+        installed, lag, fences, checkpoints,
     ]  # fmt: skip

@@ -92,6 +92,10 @@ if ! has megatron.core 2>/dev/null; then
     step "Megatron-Core" pip_install --no-deps -c constraints.txt megatron-core
   fi
 fi
+# The oldest Megatron-Core that refitd serves, beside the newest: `make test` runs the Megatron tests on both.
+old_megatron=$(sed -n 's/^# oldest: *//p' constraints.txt)
+[ -d "$venv/oldest-megatron" ] ||
+  step "the oldest Megatron-Core, for the tests" pip_install --no-deps --target "$venv/oldest-megatron" "$old_megatron"
 if [ "$device" = cuda ]; then
   step "refitd, editable, and the tools" pip_install psutil -e '.[dev]'
 else

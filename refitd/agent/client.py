@@ -10,19 +10,27 @@ import threading
 import weakref
 from collections.abc import Collection, Mapping
 from datetime import timedelta
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from refitd.agent import arguments
 from refitd.agent.arena import HostArena
+from refitd.agent.checkpoint import ACQUIRE, TTL, CheckpointFence
+from refitd.agent.checkpoint_record import Recorder, recording
+from refitd.agent.checkpoints import Checkpoints
 from refitd.agent.confirm import ConfirmRegister
 from refitd.agent.connection import Connection
 from refitd.agent.countdown import Countdown
 from refitd.agent.endpoint import LOWEST_RANK, Confirmer, Endpoint, run_proof
+from refitd.agent.fence_report import FenceReporter
+from refitd.agent.fence_service import FenceService
+from refitd.agent.fences import process_fences
 from refitd.agent.gather import Poison
 from refitd.agent.outcome import Result
 from refitd.agent.publish import Publisher, PublishRequest
+from refitd.agent.published import PublishedWeights
 from refitd.agent.reader import Reader, Weights
 from refitd.agent.rendezvous import agree_on_run, find_endpoint, tell_endpoint
 from refitd.agent.session import Session
@@ -32,6 +40,7 @@ from refitd.agent.subscribe import Feed, Subscription, newest_sealed
 from refitd.config import load_client_settings
 from refitd.domain.agent import TrainerInfo
 from refitd.domain.errors import Invalid
+from refitd.domain.fence import WriterStrategy
 from refitd.domain.version import Evidence, Run, Version
 from refitd.rpc import convert
 from refitd.rpc.channel import TokenFile
@@ -50,6 +59,8 @@ PUBLISH = timedelta(seconds=120)
 PULL = timedelta(seconds=600)
 CALL = timedelta(seconds=30)
 PROGRESS = timedelta(seconds=5)
+# At close, for records of checkpoints that the daemon has not acknowledged.
+FLUSH = timedelta(seconds=2)
 
 
 class RefitClient:
@@ -69,6 +80,7 @@ class RefitClient:
         advertise_host: Address of this host that the other ranks reach; the default is right if all are on one host.
         linger: How long published bytes stay for readers after this client was closed, or its process died.
         keeper: Name of the process that keeps the host's arenas.
+        serve_fences: Whether readers in other processes may take fences of this rank's storage, at its endpoint.
 
     Raises:
         Invalid: A malformed argument.
@@ -91,6 +103,7 @@ class RefitClient:
         advertise_host: str = "127.0.0.1",
         linger: timedelta = timedelta(seconds=60),
         keeper: str = DEFAULT_KEEPER,
+        serve_fences: bool = False,
     ) -> None:
         if not arguments.text("model", model):
             raise Invalid("model is empty", advice='name the stream of versions, e.g. model="policy"', field="model")
@@ -118,18 +131,25 @@ class RefitClient:
         self._advertise_host = advertise_host
         self._linger = linger
         self._keeper = keeper
+        self._serve_fences = serve_fences
         self._lock = threading.Lock()
         self._poison = Poison()
         self._sources = SourceCache()
         self._publisher: Publisher | None = None
         self._trainer_session: Session | None = None
         self._endpoint: Endpoint | None = None
+        self._fence_reporter: FenceReporter | None = None
         self._confirmer: Confirmer | None = None
         self._arena: HostArena | None = None
         self._reader: Reader | None = None
         self._subscriptions: weakref.WeakSet[Subscription] = weakref.WeakSet()
         self._token = TokenFile(settings.token_file) if settings.token_file else None
         self._connection = Connection(settings.server, token_file=settings.token_file, ca=settings.ca)
+        self._published = PublishedWeights()
+        self._checkpoints = Checkpoints(
+            model=model, rank=rank, world_size=world_size, run=lambda: self._agreed_run(CALL),
+            weights=self._published, recorder=Recorder(recording(self._connection)),
+        )  # fmt: skip
 
     def publish(
         self,
@@ -168,6 +188,38 @@ class RefitClient:
             mode, gather, wait, min_replicas, on_unavailable,
         )  # fmt: skip
         return publisher.publish(request)
+
+    def checkpoint_fence(
+        self,
+        step: int,
+        path: str | PathLike[str] = "",
+        *,
+        strategy: WriterStrategy = WriterStrategy.SYNC,
+        timeout: timedelta = ACQUIRE,
+        ttl: timedelta = TTL,
+    ) -> CheckpointFence:
+        """Fences a save of this rank's parameters and optimizer; every rank that saves calls it, before it saves.
+
+        `with client.checkpoint_fence(step=12, path=...): save(...)` wraps a synchronous save. An asynchronous one calls
+        `staged()` when its bytes are out and `release_when(future)`; the hooks for known writers do that by themselves.
+        Needs no daemon: the record is sent from a background thread, and a file beside the checkpoint stands for it.
+
+        Args:
+            path: The checkpoint's directory or file; empty: no file is written.
+            strategy: What writes; UNKNOWN counts as reading until it is durable.
+            timeout: For getting the fence, while somebody gathers, steps or moves.
+            ttl: After it the fence counts as expired: the trainer goes on, and the save ends in STALE_FENCE.
+
+        Raises:
+            FenceHeld: The storage is being rewritten or moved; nothing was fenced.
+        """
+        self._connection.check()
+        return self._checkpoints.begin(step, path=path, strategy=strategy, timeout=timeout, ttl=ttl)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """This rank's saves: what hooks and guards of client packages work with."""
+        return self._checkpoints
 
     def subscribe(self, from_revision: int | None = None, *, timeout: timedelta = CALL) -> Subscription:
         """Events of the model, in order and without a gap: an iterator that blocks between events and ends on `close`.
@@ -258,13 +310,17 @@ class RefitClient:
             return
         for subscription in list(self._subscriptions):
             subscription.close()
+        self._checkpoints.close(FLUSH)
         with self._lock:
             reader, session, confirmer = self._reader, self._trainer_session, self._confirmer
-            endpoint, arena = self._endpoint, self._arena
+            endpoint, arena, reporter = self._endpoint, self._arena, self._fence_reporter
+            self._fence_reporter = None
             self._publisher = self._trainer_session = self._confirmer = self._endpoint = self._arena = None
             self._reader = None
         if reader is not None:
             reader.close()
+        if reporter is not None:
+            reporter.close()
         if session is not None:
             session.close()
         self._connection.close()
@@ -302,24 +358,33 @@ class RefitClient:
             run = self._agreed_run(timeout)
             register, proof = None, run_proof(self._token, run.id)
             proof()  # a token that cannot be read is said here, and not in the middle of a gather
+            own = f"{self.model}/rank{self._rank}/"
+            fences = FenceService(lambda domain: domain.startswith(own)) if self._serve_fences else None
             if self._world_size > 1 and self._rank == LOWEST_RANK:
                 register = ConfirmRegister(run.id, self._world_size)
-                self._endpoint = Endpoint(register, self._advertise_host, proof)
+                self._endpoint = Endpoint(register, self._advertise_host, proof, fences=fences)
                 tell_endpoint(run.id, self._endpoint.address)
+            elif fences is not None:
+                self._endpoint = Endpoint(ConfirmRegister(run.id, 1), self._advertise_host, proof, fences=fences)
             self._confirmer = Confirmer(
                 run.id, self._rank, endpoint=self._endpoint, register=register, find=lambda: find_endpoint(run.id),
                 proof=proof,
             )  # fmt: skip
             address = self._endpoint.address if self._endpoint is not None else ""
             trainer = TrainerInfo(run, self._rank, self._world_size, address)
-            self._trainer_session = Session(self._connection, self.model, trainer)
+            session = self._trainer_session = Session(self._connection, self.model, trainer)
+            reporter = self._fence_reporter = FenceReporter(
+                self._connection, process_fences(), session.agent_id, session.forget, prefix=own
+            )
+            session.add_listener(reporter.hear)
+            session.add_registration_listener(reporter.registered)
             self._arena = HostArena(
                 self.model, str(run), self._rank, capacity=self._capacity, keeper=self._keeper, linger=self._linger
             )
             self._publisher = Publisher(
                 self._connection, self._trainer_session, self._confirmer, Snapshots(self._rank, self._arena),
                 model=self.model, trainer=trainer, capacity=self._capacity, require_evidence=self._require_evidence,
-                poison=self._poison,
+                poison=self._poison, checkpoints=self._checkpoints, published=self._published,
             )  # fmt: skip
             return self._publisher
 

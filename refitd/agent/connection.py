@@ -19,7 +19,7 @@ from refitd.agent.countdown import Countdown
 from refitd.domain.errors import Deadline, Invalid, RefitError, Unavailable, Unsupported
 from refitd.rpc.channel import open_channel, refuse_fork_support
 from refitd.rpc.status import from_rpc_error
-from refitd.v1 import admin_pb2_grpc, agents_pb2_grpc, versions_pb2_grpc
+from refitd.v1 import admin_pb2_grpc, agents_pb2_grpc, fences_pb2_grpc, versions_pb2_grpc
 
 Request = TypeVar("Request", contravariant=True)
 Reply = TypeVar("Reply", covariant=True)
@@ -65,6 +65,7 @@ class Connection:
         self._channel = open_channel(server, ca=ca, token_file=token_file)
         self.versions = versions_pb2_grpc.VersionServiceStub(self._channel)
         self.agents = agents_pb2_grpc.AgentServiceStub(self._channel)
+        self.fences = fences_pb2_grpc.FenceServiceStub(self._channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     @property

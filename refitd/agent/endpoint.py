@@ -23,6 +23,8 @@ import grpc.aio
 
 from refitd.agent.confirm import ConfirmRegister, GatherPhase, absent
 from refitd.agent.countdown import Countdown
+from refitd.agent.fence_rpcs import FenceRpcs
+from refitd.agent.fence_service import FenceService
 from refitd.domain.errors import Deadline, Internal, Invalid, Problem, RefitError, Unauthenticated, Unavailable
 from refitd.rpc.channel import TokenFile, open_channel
 from refitd.rpc.convert import problem_from_proto, problem_to_proto
@@ -87,8 +89,9 @@ class _RanksOnly(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(refuse)
 
 
-class _Servicer(pb_grpc.EndpointServiceServicer):
-    def __init__(self, register: ConfirmRegister) -> None:
+class _Servicer(FenceRpcs, pb_grpc.EndpointServiceServicer):
+    def __init__(self, register: ConfirmRegister, fences: FenceService | None) -> None:
+        super().__init__(fences, _abort)
         self._register = register
 
     async def Confirm(  # noqa: N802
@@ -130,16 +133,21 @@ async def _abort(context: Any, error: RefitError) -> NoReturn:
 
 
 class Endpoint:
-    """A grpc.aio server on an ephemeral port with a thread and event loop of its own. Open it on the lowest rank only.
+    """A grpc.aio server on an ephemeral port with a thread and event loop of its own. Open it on the lowest rank, which
+    alone is asked to confirm, and on ranks that serve fences.
 
     Args:
         host: Address to bind and to announce; others must be able to reach it.
         proof: What callers must show (see `run_proof`); "": nothing.
+        fences: Serves fences of this process to readers in others; None: no fences are given here.
     """
 
-    def __init__(self, register: ConfirmRegister, host: str, proof: Proof = lambda: "") -> None:
+    def __init__(
+        self, register: ConfirmRegister, host: str, proof: Proof = lambda: "", *, fences: FenceService | None = None
+    ) -> None:
         self._register = register
         self._proof = proof
+        self._fences = fences
         self._host = host
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -201,7 +209,7 @@ class Endpoint:
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)], interceptors=[_RanksOnly(self._proof)])
-        pb_grpc.add_EndpointServiceServicer_to_server(_Servicer(self._register), server)
+        pb_grpc.add_EndpointServiceServicer_to_server(_Servicer(self._register, self._fences), server)
         bind = f"[{self._host}]:0" if ":" in self._host else f"{self._host}:0"
         self._port = server.add_insecure_port(bind)
         await server.start()

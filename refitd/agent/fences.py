@@ -3,7 +3,7 @@
 A fence guards one storage domain (a rank's parameter buffers, say). The table is in process and costs microseconds
 when the domain is free; it knows nothing of the daemon, of sources or of tensors. `refitd.agent.publish` takes a fence
 around gather and copy; checkpoint writers and whoever offloads take theirs through the same table
-(`process_fences()`).
+(`process_fences()`); readers in other processes come through refitd.agent.fence_service.
 
     use        excludes                         means
     read       rewrite, move                    bytes are being read
@@ -16,101 +16,86 @@ served in order of arrival wherever they exclude each other, so new readers do n
 
 A token names one grant: (domain, incarnation of the table, counter). Counters only grow. A token is checked wherever
 the outcome of work done under it is accepted; it cannot stop a write under way, it makes sure that its result is
-refused.
+refused. A read or hold ends early when its ttl is over, when an operator breaks it, or when it is remote and a guard
+can wait no longer; a rewrite or move never does, since bytes go on changing whatever the table says.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from enum import StrEnum
 from types import TracebackType
 
+from refitd.agent.fence_history import FenceHistory, History
+from refitd.agent.fence_queue import Domain, Grant, Waiter
 from refitd.domain.errors import FenceHeld, IllegalTransition, Invalid, StaleFence
+from refitd.domain.fence import ENDABLE, EXCLUDES, FenceEnding, FenceHolder, FenceToken, FenceUse, FenceWait
 
+__all__ = [
+    "DEFAULT_TTL", "Fence", "FenceHistory", "FenceHolder", "FenceRequest", "FenceSnapshot", "FenceTable", "FenceToken",
+    "FenceUse", "process_fences",
+]  # fmt: skip
 
-class FenceUse(StrEnum):
-    READ = "read"
-    HOLD = "hold"
-    REWRITE = "rewrite"
-    MOVE = "move"
+log = logging.getLogger(__name__)
 
-
-_EXCLUDES: dict[FenceUse, frozenset[FenceUse]] = {
-    FenceUse.READ: frozenset({FenceUse.REWRITE, FenceUse.MOVE}),
-    FenceUse.HOLD: frozenset({FenceUse.MOVE}),
-    FenceUse.REWRITE: frozenset({FenceUse.READ, FenceUse.REWRITE, FenceUse.MOVE}),
-    FenceUse.MOVE: frozenset(FenceUse),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class FenceToken:
-    """Names one grant. `counter` grows with every grant of a table; `incarnation` is fresh per table."""
-
-    domain: str
-    incarnation: str
-    counter: int
+DEFAULT_TTL = timedelta(minutes=30)
+# Beyond any ttl in use: only a rewrite or move of this very process that never ends keeps a guard waiting so long.
+GUARD_LIMIT = timedelta(hours=4)
+GUARD_POLL_SECONDS = 0.5
+GUARD_LOG_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class FenceHolder:
-    """Who holds a domain now, and for how many seconds."""
+class FenceSnapshot:
+    """Who holds and who waits, at one moment."""
 
-    use: FenceUse
-    owner: str
-    age_seconds: float
-    token: FenceToken
-
-
-class _Grant:
-    __slots__ = ("counter", "owner", "since", "use")
-
-    def __init__(self, use: FenceUse, owner: str, counter: int, since: float) -> None:
-        self.use, self.owner, self.counter, self.since = use, owner, counter, since
-
-
-class _Waiter:
-    __slots__ = ("grant", "owner", "use", "wake")
-
-    def __init__(self, use: FenceUse, owner: str) -> None:
-        self.use, self.owner, self.wake = use, owner, threading.Event()
-        self.grant: _Grant | None = None
-
-
-@dataclass(slots=True)
-class _Domain:
-    grants: dict[int, _Grant] = field(default_factory=dict)
-    waiters: list[_Waiter] = field(default_factory=list)
+    holders: tuple[FenceHolder, ...]
+    waits: tuple[FenceWait, ...]
 
 
 class Fence:
     """One grant. Release it once, or use it as a context manager; releasing again does nothing."""
 
-    def __init__(self, table: FenceTable, token: FenceToken) -> None:
+    __slots__ = ("_counters", "_domain", "_table")
+
+    def __init__(self, table: FenceTable, domain: str, counter: int) -> None:
         self._table = table
-        self._token = token
+        self._domain = domain
+        self._counters: tuple[int, ...] = (counter,)
 
     @property
     def token(self) -> FenceToken:
-        return self._token
+        return FenceToken(self._domain, self._table.incarnation, self._counters[-1])
+
+    @property
+    def tokens(self) -> tuple[FenceToken, ...]:
+        """This grant's token and those it had before each downgrade, oldest first."""
+        return tuple(FenceToken(self._domain, self._table.incarnation, counter) for counter in self._counters)
 
     def check(self) -> None:
         """Raises `StaleFence` if this grant is over."""
-        self._table.check(self._token)
+        self._table.check(self.token)
 
-    def downgrade(self) -> FenceToken:
-        """Turns a rewrite into a read without a gap and returns the new token; the rewrite's token is stale then."""
-        self._token = self._table.downgrade(self._token)
-        return self._token
+    def renew(self, ttl: timedelta = DEFAULT_TTL) -> None:
+        """The grant lives for `ttl` from now on. Raises `StaleFence`, or `IllegalTransition` for what never expires."""
+        self._table.renew(self.token, ttl)
+
+    def downgrade(self, use: FenceUse = FenceUse.READ, *, ttl: timedelta | None = None) -> FenceToken:
+        """As `FenceTable.downgrade`; the token before is stale then."""
+        token = self._table.downgrade(self.token, use, ttl=ttl)
+        self._counters = (*self._counters, token.counter)
+        return token
 
     def release(self) -> None:
-        self._table.release(self._token)
+        self._table._release(self._domain, self._counters[-1])
 
     def __enter__(self) -> Fence:
         return self
@@ -121,160 +106,369 @@ class Fence:
         self.release()
 
 
+class FenceRequest:
+    """A place in the queue of a domain. Poll it until it is granted, or withdraw it; made by `FenceTable.request`."""
+
+    def __init__(self, table: FenceTable, domain: Domain, waiter: Waiter) -> None:
+        self._table, self._domain, self._waiter = table, domain, waiter
+
+    def poll(self) -> Fence | None:
+        """The fence once it is granted, else None. Does not wait. Grants whose ttl is over are ended first."""
+        return self._table._poll(self._domain, self._waiter)
+
+    def withdraw(self) -> None:
+        """Gives the place, or the grant, up."""
+        self._table._give_up(self._domain, self._waiter)
+
+    def next_expiry(self) -> float:
+        """Seconds until the next grant of the domain expires; inf if none does. Poll again then."""
+        return self._table._next_expiry(self._domain)
+
+    def held(self, timeout: timedelta) -> FenceHeld:
+        """The error that says who stands in the way."""
+        return self._table._held(self._domain, self._waiter, timeout)
+
+    def revoke_remote(self, reason: str) -> tuple[FenceHolder, ...]:
+        """Ends the remote grants that stand in the way; returns them."""
+        return self._table._revoke_remote(self._domain, self._waiter.use, reason)
+
+
 class FenceTable:
-    """All domains of one process. Every method may be called from any thread; only `acquire` waits."""
+    """All domains of one process. Every method may be called from any thread; only `acquire` and `guard` wait."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.incarnation = uuid.uuid4().hex
         self._clock = clock
         self._lock = threading.Lock()
-        self._domains: dict[str, _Domain] = {}
+        self._domains: dict[str, Domain] = {}
         self._counter = 0
+        self._history = History()
+        _tables.add(self)
 
-    def acquire(self, domain: str, use: FenceUse, *, owner: str, timeout: timedelta) -> Fence:
+    def acquire(
+        self, domain: str, use: FenceUse, *, owner: str, timeout: timedelta, ttl: timedelta = DEFAULT_TTL
+    ) -> Fence:
         """Blocks until the use is granted, at most `timeout`.
 
         Args:
             domain: Name of the storage; any non-empty text, the same for all users of that storage.
             owner: Label shown to whoever has to wait, e.g. "publish policy step 12".
+            ttl: Of a read or hold: after it the fence counts as expired. A rewrite or move does not expire.
 
         Raises:
             FenceHeld: Not granted in time; use, owner and age of whoever stood in the way are named.
         """
+        if (free := self._take_free(domain, use, owner, ttl)) is not None:
+            return free
+        wake = threading.Event()
+        request = self.request(domain, use, owner=owner, ttl=ttl, notify=wake.set)
+        deadline = self._clock() + timeout.total_seconds()
+        try:
+            while (fence := request.poll()) is None:
+                left, expiry = deadline - self._clock(), request.next_expiry()
+                woken = left > 0 and wake.wait(min(left, expiry))
+                if not woken and left <= expiry:  # not even the clock is asked again: a stopped one must not hang this
+                    if (fence := request.poll()) is not None:
+                        break
+                    raise request.held(timeout)
+        except BaseException:  # Ctrl-C while waiting must not leave a request, or a grant, that nobody ends
+            request.withdraw()
+            raise
+        return fence
+
+    def guard(
+        self,
+        domain: str,
+        use: FenceUse,
+        *,
+        owner: str,
+        deadline: timedelta,
+        limit: timedelta = GUARD_LIMIT,
+        while_waiting: Callable[[], None] | None = None,
+    ) -> Fence:
+        """As `acquire`, for callers whose failure on one rank alone would hang the others (a step, an offload).
+
+        At the deadline remote readers are revoked, who else stands in the way is logged, and the wait goes on: every
+        read or hold has a ttl, so it ends.
+
+        Args:
+            limit: Of the whole wait.
+            while_waiting: Called without the lock about twice a second, in the waiting thread.
+
+        Raises:
+            FenceHeld: At the limit.
+        """
+        if (free := self._take_free(domain, use, owner, DEFAULT_TTL)) is not None:
+            return free
+        start, said = self._clock(), -math.inf
+        wake = threading.Event()
+        request = self.request(domain, use, owner=owner, notify=wake.set)
+        try:
+            while (fence := request.poll()) is None:
+                waited = self._clock() - start
+                left = deadline.total_seconds() - waited
+                if waited >= max(limit, deadline).total_seconds():
+                    raise request.held(max(limit, deadline))
+                if left <= 0:
+                    if request.revoke_remote(f"{owner!r} could wait no longer"):
+                        continue
+                    if waited - said >= GUARD_LOG_SECONDS:
+                        said = waited
+                        log.warning("%s; it waits on", request.held(timedelta(seconds=waited)).message)
+                wake.wait(min(GUARD_POLL_SECONDS, request.next_expiry(), left if left > 0 else math.inf))
+                if while_waiting is not None:
+                    while_waiting()
+        except BaseException:
+            request.withdraw()
+            raise
+        return fence
+
+    def request(
+        self,
+        domain: str,
+        use: FenceUse,
+        *,
+        owner: str,
+        ttl: timedelta = DEFAULT_TTL,
+        remote: bool = False,
+        notify: Callable[[], None] = lambda: None,
+    ) -> FenceRequest:
+        """Takes a place in the queue without waiting; granted at once if nothing stands in the way.
+
+        Args:
+            notify: Called under the table's lock when the request is granted; must neither block nor call the table.
+
+        Raises:
+            Invalid: No domain, no owner, or a remote rewrite or move.
+        """
         if not domain or not owner:
             raise Invalid("a fence needs a domain and an owner", advice="name both")
+        if remote and use not in ENDABLE:
+            raise Invalid(f"a remote {use} fence is not given", advice="only the owner rewrites or moves its storage")
         with self._lock:
-            state = self._domains.get(domain)
-            if state is None:
-                state = self._domains[domain] = _Domain()
-            if not self._blocked(state, use, len(state.waiters)):
-                return Fence(self, self._token(domain, self._grant(state, use, owner)))
-            waiter = _Waiter(use, owner)
-            state.waiters.append(waiter)
-        try:
-            waiter.wake.wait(max(timeout.total_seconds(), 0.0))
-        except BaseException:  # Ctrl-C while waiting must not leave a request, or a grant, that nobody ends
-            with self._lock:
-                self._withdraw(domain, state, waiter)
-            raise
-        with self._lock:
-            if waiter.grant is not None:
-                return Fence(self, self._token(domain, waiter.grant))
-            problem = self._held(domain, state, waiter, timeout)
-            self._withdraw(domain, state, waiter)
-        raise problem
+            place = self._domains.get(domain)
+            if place is None:
+                place = self._domains[domain] = Domain(domain, self.incarnation)
+            waiter = Waiter(use, owner, ttl.total_seconds(), remote, self._clock(), notify)
+            place.waiters.append(waiter)
+            self._serve(place)
+        return FenceRequest(self, place, waiter)
 
     def check(self, token: FenceToken) -> None:
         """Raises `StaleFence` unless the grant of this token is still in force."""
         with self._lock:
             self._find(token)
 
-    def downgrade(self, token: FenceToken) -> FenceToken:
-        """Rewrite -> read without a gap; returns the new token.
+    def renew(self, token: FenceToken, ttl: timedelta = DEFAULT_TTL) -> None:
+        """The grant lives for `ttl` from now on. Raises `StaleFence`, or `IllegalTransition` for what never expires."""
+        with self._lock:
+            _, grant = self._find(token)
+            if grant.use not in ENDABLE:
+                raise IllegalTransition(f"a {grant.use} fence does not expire", domain=token.domain)
+            grant.expires = self._clock() + ttl.total_seconds()
 
-        Raises `StaleFence`, or `IllegalTransition` if the grant is no rewrite.
+    def downgrade(
+        self, token: FenceToken, use: FenceUse = FenceUse.READ, *, ttl: timedelta | None = None
+    ) -> FenceToken:
+        """To a use that excludes less (move, rewrite, read, hold, in this order), without a gap; returns the new token.
+
+        Args:
+            ttl: From now on; None: what is left of it, or the default after a rewrite or move.
+
+        Raises `StaleFence`, or `IllegalTransition` if the grant excludes no more than `use` does.
         """
         with self._lock:
-            state, grant = self._find(token)
-            if grant.use is not FenceUse.REWRITE:
-                raise IllegalTransition(f"a {grant.use} fence cannot become a read", domain=token.domain)
-            del state.grants[grant.counter]
-            lowered = self._grant(state, FenceUse.READ, grant.owner)
-            self._serve(token.domain, state)
-            return self._token(token.domain, lowered)
+            place, grant = self._find(token)
+            if not EXCLUDES[use] < EXCLUDES[grant.use]:
+                raise IllegalTransition(f"a {grant.use} fence cannot become a {use}", domain=token.domain)
+            if ttl is not None:
+                left = ttl.total_seconds()
+            else:
+                left = grant.expires - self._clock() if grant.use in ENDABLE else DEFAULT_TTL.total_seconds()
+            del place.grants[grant.counter]
+            lowered = self._grant(place, use, grant.owner, left, grant.remote)
+            lowered.earlier = (*grant.earlier, grant.counter)
+            self._serve(place)
+            return place.token(lowered)
 
     def release(self, token: FenceToken) -> None:
         """Ends the grant; does nothing if it is over already."""
+        if token.incarnation == self.incarnation:
+            self._release(token.domain, token.counter)
+
+    def break_fence(self, token: FenceToken, *, reason: str, by: str) -> FenceHolder | None:
+        """Ends a read or hold for its holder; None if it is over already. A token from before a downgrade counts too.
+
+        Raises `IllegalTransition` for a rewrite or move: its bytes would go on changing under whoever comes next.
+        """
         with self._lock:
-            state = self._domains.get(token.domain)
-            if state is None or token.incarnation != self.incarnation:
-                return
-            if state.grants.pop(token.counter, None) is not None:
-                self._serve(token.domain, state)
+            place = self._domains.get(token.domain)
+            grant = place.named(token.counter) if place and token.incarnation == self.incarnation else None
+            if place is None or grant is None:
+                return None
+            if grant.use not in ENDABLE:
+                raise IllegalTransition(
+                    f"{grant.owner!r} has a {grant.use} fence on {token.domain!r}; it cannot be broken",
+                    advice="end that process if it does not come back", domain=token.domain,
+                )  # fmt: skip
+            holder = place.holder(grant, self._clock())
+            self._end_early(place, grant, FenceEnding.BROKEN, f"{by}: {reason}")
+            self._serve(place)
+            return holder
 
     def holders(self, domain: str) -> tuple[FenceHolder, ...]:
         """Who holds the domain now, oldest first."""
         with self._lock:
-            state = self._domains.get(domain)
-            return self._holders(domain, state) if state else ()
+            place = self._domains.get(domain)
+            if place is None:
+                return ()
+            self._expire(place)
+            return place.holders(self._clock())
 
-    def _blocked(self, state: _Domain, use: FenceUse, position: int) -> bool:
-        """Whether a request stands behind a grant, or behind an earlier request, that it excludes."""
-        excluded = _EXCLUDES[use]
-        if any(grant.use in excluded for grant in state.grants.values()):
-            return True
-        return any(waiter.use in excluded for waiter in state.waiters[:position])
+    def snapshot(self, prefix: str = "") -> FenceSnapshot:
+        """Holders and waits of the domains whose names begin so."""
+        with self._lock:
+            places = [place for name, place in self._domains.items() if name.startswith(prefix)]
+            for place in places:
+                self._expire(place)
+            now = self._clock()
+            return FenceSnapshot(
+                tuple(holder for place in places for holder in place.holders(now)),
+                tuple(wait for place in places for wait in place.waits(now)),
+            )
 
-    def _grant(self, state: _Domain, use: FenceUse, owner: str) -> _Grant:
-        self._counter += 1
-        grant = _Grant(use, owner, self._counter, self._clock())
-        state.grants[grant.counter] = grant
+    def drain(self, prefix: str = "") -> FenceHistory:
+        """What ended since the last call in domains whose names begin so; it is forgotten here."""
+        with self._lock:
+            return self._history.drain(prefix)
+
+    def _take_free(self, domain: str, use: FenceUse, owner: str, ttl: timedelta) -> Fence | None:
+        """The way of almost every call: nobody waits, and no grant stands in the way."""
+        if not domain or not owner:
+            return None
+        with self._lock:
+            place = self._domains.get(domain)
+            if place is None:
+                place = self._domains[domain] = Domain(domain, self.incarnation)
+            elif place.waiters or place.blocked(use, 0):
+                return None
+            return Fence(self, domain, self._grant(place, use, owner, ttl.total_seconds(), False).counter)
+
+    def _forget_after_fork(self) -> None:
+        """In a forked child: it owns no storage, so what was granted before is over here, and a lock that a thread of
+        the parent held is free."""
+        self._lock = threading.Lock()
+        self.incarnation = uuid.uuid4().hex
+        self._domains = {}
+
+    # Under the lock
+
+    def _grant(self, place: Domain, use: FenceUse, owner: str, ttl: float, remote: bool) -> Grant:
+        self._counter = counter = self._counter + 1
+        grant = place.grants[counter] = Grant(use, owner, counter, self._clock(), ttl, remote)
         return grant
 
-    def _serve(self, domain: str, state: _Domain) -> None:
-        position = 0
-        while position < len(state.waiters):
-            waiter = state.waiters[position]
-            if self._blocked(state, waiter.use, position):
-                position += 1
-                continue
-            del state.waiters[position]
-            waiter.grant = self._grant(state, waiter.use, waiter.owner)
-            waiter.wake.set()
-        if not state.grants and not state.waiters:
-            self._domains.pop(domain, None)
+    def _serve(self, place: Domain) -> None:
+        """Grants what can be granted, in order; forgets the domain if nothing is left of it."""
+        if place.waiters:
+            self._end_expired(place)
+            position = 0
+            while position < len(place.waiters):
+                waiter = place.waiters[position]
+                if place.blocked(waiter.use, position):
+                    position += 1
+                    continue
+                del place.waiters[position]
+                waiter.grant = self._grant(place, waiter.use, waiter.owner, waiter.ttl, waiter.remote)
+                self._history.waited(place, waiter, waiter.grant.since, granted=True)
+                waiter.notify()
+        if place.idle and self._domains.get(place.name) is place:
+            del self._domains[place.name]
 
-    def _withdraw(self, domain: str, state: _Domain, waiter: _Waiter) -> None:
-        if waiter.grant is not None:
-            state.grants.pop(waiter.grant.counter, None)
-        else:
-            state.waiters.remove(waiter)
-        self._serve(domain, state)  # whoever waited only behind this one may go on
+    def _expire(self, place: Domain) -> None:
+        if self._end_expired(place):
+            self._serve(place)
 
-    def _token(self, domain: str, grant: _Grant) -> FenceToken:
-        return FenceToken(domain, self.incarnation, grant.counter)
+    def _end_expired(self, place: Domain) -> bool:
+        over = place.expired(self._clock())
+        for grant in over:
+            self._end_early(place, grant, FenceEnding.EXPIRED, "its ttl is over")
+        return bool(over)
 
-    def _find(self, token: FenceToken) -> tuple[_Domain, _Grant]:
-        state = self._domains.get(token.domain)
-        grant = state.grants.get(token.counter) if state else None
+    def _end_early(self, place: Domain, grant: Grant, ending: FenceEnding, reason: str) -> None:
+        del place.grants[grant.counter]
+        self._history.ended_early(place, grant, self._clock(), ending, reason)
+
+    def _find(self, token: FenceToken) -> tuple[Domain, Grant]:
+        place = self._domains.get(token.domain)
+        if place is not None and token.incarnation == self.incarnation:
+            grant = place.grants.get(token.counter)
+            if grant is not None:
+                if grant.expires > self._clock():
+                    return place, grant
+                self._expire(place)
+        self._history.rejected(token.domain)
         if token.incarnation != self.incarnation:
             raise StaleFence(
                 f"the fence on {token.domain!r} was given by another process or incarnation",
                 advice="take a new fence and do the work again",
                 domain=token.domain, counter=token.counter,
             )  # fmt: skip
-        if state is None or grant is None:
-            raise StaleFence(
-                f"fence {token.counter} on {token.domain!r} is over",
-                advice="the work done under it is refused; take a new fence and do it again",
-                domain=token.domain, counter=token.counter,
-            )  # fmt: skip
-        return state, grant
+        raise StaleFence(
+            f"fence {token.counter} on {token.domain!r} is {self._history.ending(token.counter)}",
+            advice="the work done under it is refused; take a new fence and do it again",
+            domain=token.domain, counter=token.counter,
+        )  # fmt: skip
 
-    def _holders(self, domain: str, state: _Domain) -> tuple[FenceHolder, ...]:
-        now = self._clock()
-        return tuple(FenceHolder(g.use, g.owner, now - g.since, self._token(domain, g)) for g in state.grants.values())
+    # For Fence and FenceRequest; these take the lock
 
-    def _held(self, domain: str, state: _Domain, waiter: _Waiter, timeout: timedelta) -> FenceHeld:
-        excluded = _EXCLUDES[waiter.use]
-        holders = [holder for holder in self._holders(domain, state) if holder.use in excluded]
-        if holders:
-            first = holders[0]
-            text = ", ".join(f"{h.owner!r} ({h.use}, for {h.age_seconds:.1f} s)" for h in holders)
-            subject = {"holder": first.owner, "use": str(first.use), "age_seconds": f"{first.age_seconds:.1f}"}
-        else:
-            ahead = next(w for w in state.waiters if w.use in excluded)
-            text = f"waiting {ahead.owner!r} ({ahead.use}) ahead in the queue"
-            subject = {"holder": ahead.owner, "use": str(ahead.use)}
-        return FenceHeld(
-            f"{waiter.owner!r} got no {waiter.use} fence on {domain!r} within {timeout.total_seconds():.1f} s; "
-            f"held by {text}",
-            advice="let the holder finish, or give a longer timeout",
-            domain=domain,
-            **subject,
-        )
+    def _release(self, domain: str, counter: int) -> None:
+        with self._lock:
+            place = self._domains.get(domain)
+            if place is None:
+                return
+            grant = place.grants.pop(counter, None)
+            if grant is not None:
+                self._history.released(place, grant, self._clock())
+                self._serve(place)
+
+    def _poll(self, place: Domain, waiter: Waiter) -> Fence | None:
+        with self._lock:
+            if waiter.grant is None:
+                self._expire(place)
+            return None if waiter.grant is None else Fence(self, place.name, waiter.grant.counter)
+
+    def _give_up(self, place: Domain, waiter: Waiter) -> None:
+        with self._lock:
+            now = self._clock()
+            if waiter.grant is not None:
+                if place.grants.pop(waiter.grant.counter, None) is not None:
+                    self._history.released(place, waiter.grant, now)
+            elif waiter in place.waiters:
+                place.waiters.remove(waiter)
+                self._history.waited(place, waiter, now, granted=False)
+            self._serve(place)  # whoever waited only behind this one may go on
+
+    def _next_expiry(self, place: Domain) -> float:
+        with self._lock:
+            return max(place.next_expiry() - self._clock(), 0.0)
+
+    def _held(self, place: Domain, waiter: Waiter, timeout: timedelta) -> FenceHeld:
+        with self._lock:
+            return place.held(waiter, self._clock(), timeout)
+
+    def _revoke_remote(self, place: Domain, use: FenceUse, reason: str) -> tuple[FenceHolder, ...]:
+        with self._lock:
+            now = self._clock()
+            going = [grant for grant in place.grants.values() if grant.remote and grant.use in EXCLUDES[use]]
+            holders = tuple(place.holder(grant, now) for grant in going)
+            for grant in going:
+                self._end_early(place, grant, FenceEnding.REVOKED, reason)
+            self._serve(place)
+            return holders
 
 
+_tables: weakref.WeakSet[FenceTable] = weakref.WeakSet()
 _process: tuple[int, FenceTable] | None = None
 _process_lock = threading.Lock()
 
@@ -288,9 +482,11 @@ def process_fences() -> FenceTable:
         return _process[1]
 
 
-def _fresh_lock_after_fork() -> None:
+def _after_fork() -> None:
     global _process_lock
     _process_lock = threading.Lock()  # it may have been held by a thread that does not exist in the child
+    for table in list(_tables):
+        table._forget_after_fork()
 
 
-os.register_at_fork(after_in_child=_fresh_lock_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -43,17 +43,25 @@ class Poison:
 
 
 def run_gather(source: WeightSource, *, rank: int, countdown: Countdown, report: Report, poison: Poison) -> None:
-    """Blocks until `source.gather()` is done on this rank. Every rank of the attempt calls it.
+    """As `run_collective`, of `source.gather()`."""
+    run_collective(source.gather, what="gather", rank=rank, countdown=countdown, report=report, poison=poison)
+
+
+def run_collective(
+    collective: Callable[[], None], *, what: str, rank: int, countdown: Countdown, report: Report, poison: Poison
+) -> None:
+    """Blocks until the collective is done on this rank. Every rank of the attempt calls it.
 
     Args:
+        what: Names it in errors.
         report: Tells the lowest rank how far this one is, within the given time; returns what is known of all ranks, or
             None if the lowest rank was not reached.
-        poison: Set when the gather does not return; its thread is left behind (a daemon thread).
+        poison: Set when the collective does not return; its thread is left behind (a daemon thread).
 
     Raises:
         CollectiveStuck: Not back at the deadline. Ranks that reported neither the end nor being stuck are named; only
             the lowest one, if it could not be reached.
-        Exception: Whatever the gather raised.
+        Exception: Whatever the collective raised.
     """
     # A tenth of the time is kept for finding out who is missing, so that the call still ends in time.
     reports = countdown.part(0.1, at_most=REPORT)
@@ -66,7 +74,7 @@ def run_gather(source: WeightSource, *, rank: int, countdown: Countdown, report:
     def work() -> None:
         try:
             with enter():
-                source.gather()
+                collective()
         except BaseException as error:  # handed to the caller's thread
             failure.append(error)
         finally:
@@ -77,36 +85,36 @@ def run_gather(source: WeightSource, *, rank: int, countdown: Countdown, report:
     try:
         back = done.wait(max(gather_seconds, 0.0))
     except BaseException:  # Ctrl-C: this thread leaves, the collective does not
-        poison.set(f"rank {rank} was interrupted in the gather")
+        poison.set(f"rank {rank} was interrupted in the {what}")
         raise
     if not back:
-        poison.set(f"the gather of rank {rank} did not return within {gather_seconds:.1f} s")
-        raise _stuck(rank, report, grace, done)
+        poison.set(f"the {what} of rank {rank} did not return within {gather_seconds:.1f} s")
+        raise _stuck(what, rank, report, grace, done)
     if failure:
         raise failure[0]
     report(GatherPhase.DONE, grace)
 
 
-def _stuck(rank: int, report: Report, grace: timedelta, done: threading.Event) -> CollectiveStuck:
+def _stuck(what: str, rank: int, report: Report, grace: timedelta, done: threading.Event) -> CollectiveStuck:
     report(GatherPhase.STUCK, grace)
     done.wait(grace.total_seconds())  # the others reach their deadline about now and report too
     phases = report(GatherPhase.STUCK, grace)
     advice = "restart the trainer; look at the named ranks first (frozen, dead, or in another collective)"
     if phases is None:
         return CollectiveStuck(
-            f"rank {rank} is stuck in the gather, and rank {LOWEST_RANK} does not answer",
+            f"rank {rank} is stuck in the {what}, and rank {LOWEST_RANK} does not answer",
             advice=advice, ranks=[LOWEST_RANK], phase="gather",
         )  # fmt: skip
     missing = [r for r, phase in enumerate(phases) if phase not in (GatherPhase.STUCK, GatherPhase.DONE)]
     if not missing:
         inside = [r for r, phase in enumerate(phases) if phase is GatherPhase.STUCK]
         return CollectiveStuck(
-            f"ranks {', '.join(map(str, inside))} are all inside the gather, and it does not finish",
+            f"ranks {', '.join(map(str, inside))} are all inside the {what}, and it does not finish",
             advice=advice, ranks=inside, phase="gather",
         )  # fmt: skip
     names = ", ".join(map(str, missing))
     return CollectiveStuck(
-        f"the gather did not finish; rank{'s' if len(missing) > 1 else ''} {names} reported nothing",
+        f"the {what} did not finish; rank{'s' if len(missing) > 1 else ''} {names} reported nothing",
         advice=advice, ranks=missing, phase="gather",
     )  # fmt: skip
 

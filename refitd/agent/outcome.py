@@ -34,6 +34,7 @@ class Result:
         num_bytes: Payload of the whole version.
         unchanged: The bytes equal those of the version sealed before.
         repeated: This version was sealed by an earlier call (same request_id, or same step and bytes).
+        schema_hash: Of the tensor set.
         serving, replicas: With wait="served": how many replicas serve the version, and how many live.
     """
 
@@ -49,6 +50,7 @@ class Result:
     repeated: bool = False
     serving: int = 0
     replicas: int = 0
+    schema_hash: str = ""
 
     @property
     def bytes(self) -> int:
@@ -131,6 +133,7 @@ def result_of(
         no_gather_reason,
         record.unchanged,
         repeated,
+        schema_hash=record.schema_hash,
     )
 
 

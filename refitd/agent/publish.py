@@ -16,14 +16,18 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from refitd.agent import arguments
+from refitd.agent.checkpoint import SavedWeights
+from refitd.agent.checkpoints import Checkpoints
+from refitd.agent.clearance import FENCE_SHARE, Clearance
 from refitd.agent.confirm import GatherPhase
 from refitd.agent.connection import Connection
 from refitd.agent.countdown import Countdown
+from refitd.agent.domains import Storage, domain_name
 from refitd.agent.endpoint import Confirmer
-from refitd.agent.fences import Fence, FenceUse, process_fences
 from refitd.agent.gather import Poison, run_gather
 from refitd.agent.layouts import Layouts, rank_shares
 from refitd.agent.outcome import Phases, Result, problem_of, result_of, stored_version, wait_until_served
+from refitd.agent.published import PublishedWeights
 from refitd.agent.session import Session
 from refitd.agent.snapshot import RankShares, Snapshots, Staged
 from refitd.domain.agent import TrainerInfo
@@ -51,8 +55,6 @@ from refitd.v1 import versions_pb2 as pb
 CLOSING_SHARE, CLOSING_MOST = 0.1, timedelta(seconds=3)
 # A vote may take this share of the time, so that a late decision still leaves room for what follows it.
 VOTE_SHARE = 0.6
-# In-band confirmation takes milliseconds; this is how long a rank waits for one whose answer does not come.
-CONFIRM_SHARE, CONFIRM_MOST = 0.4, timedelta(seconds=30)
 POISONED_VOTE = timedelta(seconds=2)
 INTERRUPTED = timedelta(seconds=1)
 
@@ -84,6 +86,8 @@ class PublishRequest:
 class _Attempt:
     """What one call knows of its attempt so far."""
 
+    clearance: Clearance
+
     def __init__(self, request: PublishRequest) -> None:
         self.request = request
         self.whole = Countdown(request.timeout)
@@ -96,9 +100,11 @@ class _Attempt:
         self.layout_hash = ""
         self.need = GatherNeed.NOT_NEEDED
         self.no_gather_reason = ""
-        self.fence: Fence | None = None
         self.failure: BaseException | None = None
         self.gathered = False
+        # Of what was sealed: this rank's part of the digest.
+        self.part = 0
+        self.shares: RankShares | None = None
         self.daemon_away = False
 
 
@@ -109,6 +115,7 @@ class Publisher:
         capacity: Versions that the arenas keep beside the one being written; equal on all ranks.
         require_evidence: Weaker evidence aborts the version; None: anything is taken.
         poison: Shared with everything else of the client.
+        checkpoints: The saves of this rank. published: Is told each sealed version.
     """
 
     def __init__(
@@ -123,6 +130,8 @@ class Publisher:
         capacity: int,
         require_evidence: Evidence | None,
         poison: Poison,
+        checkpoints: Checkpoints,
+        published: PublishedWeights,
     ) -> None:
         self._connection = connection
         self._session = session
@@ -135,6 +144,8 @@ class Publisher:
         self._capacity = capacity
         self._require_evidence = require_evidence
         self._poison = poison
+        self._checkpoints = checkpoints
+        self._published = published
         self._layouts = Layouts(connection)
         self._shares: dict[str, RankShares] = {}
         self._busy = threading.Lock()
@@ -151,6 +162,11 @@ class Publisher:
         attempt = _Attempt(request)
         if not self._busy.acquire(timeout=attempt.work.seconds):
             raise Invalid("another thread of this rank is publishing", advice="publish from one thread")
+        attempt.clearance = Clearance(
+            rank=self._rank, world_size=self._trainer.world_size, owner=f"publish of {self._model} step {request.step}",
+            vote_id=attempt.vote_id, confirmer=self._confirmer,
+            checkpoints=self._checkpoints, poison=self._poison, phases=attempt.phases, work=attempt.work,
+        )  # fmt: skip
         try:
             return self._publish(attempt)
         except RefitError as failure:
@@ -159,8 +175,7 @@ class Publisher:
                 return None
             raise
         finally:
-            if attempt.fence is not None:
-                attempt.fence.release()
+            attempt.clearance.release()
             self._confirmer.finish()
             self._busy.release()
 
@@ -181,6 +196,9 @@ class Publisher:
             self._connection, self._model, sealed, a.phases, a.work,
             gathered=a.gathered, no_gather_reason=a.no_gather_reason,
         )  # fmt: skip
+        if a.source is not None and a.layout is not None and a.shares is not None:
+            weights = SavedWeights(result.version, result.digest, result.schema_hash)
+            self._published.remember(weights, a.part, a.source, a.layout, a.layout_hash, a.shares, self._snapshots)
         if a.request.wait == "served":
             return wait_until_served(self._connection, self._model, result, a.request.min_replicas, a.phases, a.whole)
         return result
@@ -203,11 +221,9 @@ class Publisher:
                 need, a.no_gather_reason = a.source.check()
                 a.need = GatherNeed(need)
             with a.phases("fence"):
-                # The others may need the gather even if this rank does not.
-                use = FenceUse.REWRITE if a.source.collective else FenceUse.READ
-                owner = f"publish of {self._model} step {a.request.step}"
-                wait = a.work.part(VOTE_SHARE, at_most=a.request.timeout)
-                a.fence = process_fences().acquire(self.fence_domain, use, owner=owner, timeout=wait.left)
+                # Ends before the votes of the others do, so that a refusal is still heard.
+                limit = a.work.part(VOTE_SHARE * FENCE_SHARE, at_most=a.request.timeout)
+                a.clearance.before_vote(a.need is GatherNeed.NEEDED, limit)
         except Exception as failure:
             a.failure = failure
             return problem_of(failure, self._rank, self._trainer.world_size)
@@ -216,7 +232,7 @@ class Publisher:
     @property
     def fence_domain(self) -> str:
         """The name of this rank's parameter storage in the process's fence table."""
-        return f"{self._model}/rank{self._rank}/parameters"
+        return domain_name(self._model, self._rank, Storage.PARAMETERS)
 
     def _vote(self, a: _Attempt, refusal: Problem | None) -> pb.PrepareResponse:
         """Blocks until the daemon decided for all ranks."""
@@ -226,7 +242,7 @@ class Publisher:
             vote_id=a.vote_id, request_id=said.request_id, step=said.step,
             gather_need=convert.gather_need_to_proto(a.need), layout_hash=a.layout_hash,
             hand_out=convert.hand_out_to_proto(HandOut.SNAPSHOT), schema_change=said.schema_change,
-            capacity=self._capacity, metadata=said.metadata,
+            capacity=self._capacity, metadata=said.metadata, finalise_pending=a.clearance.finalise_pending,
         )  # fmt: skip
         limit = a.work.part(VOTE_SHARE, at_most=a.request.timeout)
         if refusal is not None:
@@ -276,12 +292,12 @@ class Publisher:
         """From the decision to the seal; returns the sealed version."""
         assert a.source is not None
         assert a.layout is not None
-        assert a.fence is not None
-        if self._trainer.world_size > 1 and (a.source.collective or kind is DecisionKind.GATHER):
-            with a.phases("confirm"):
-                limit = a.work.part(CONFIRM_SHARE, at_most=CONFIRM_MOST)
-                self._confirmer.confirm(decision.confirm_key, a.vote_id, limit)
-        if kind is DecisionKind.GATHER:
+        gathers = kind is DecisionKind.GATHER
+        a.clearance.after_vote(
+            decision.confirm_key, gathers=gathers, finalise=decision.finalise,
+            rounds=self._trainer.world_size > 1 and (a.source.collective or gathers),
+        )  # fmt: skip
+        if gathers:
             a.no_gather_reason = ""
             with a.phases("gather"):
                 self._gather(a, decision.confirm_key)
@@ -289,17 +305,20 @@ class Publisher:
         with a.phases("evidence"):
             evidence = a.source.evidence()
             self._check_evidence(evidence)
-        if a.source.collective:
-            a.fence.downgrade()
+        if gathers:
+            a.clearance.gathered()
         with a.phases("placement"):
             shares = self._shares_of(decision.placement_id, a.work)
         with a.phases("copy"):
             staged = self._copy(a, decision, shares)
-        a.fence.check()
+        a.clearance.check()
         with a.phases("stage"):
             self._stage(a, decision, evidence, staged)
         with a.phases("seal"):
-            return self._seal(a, decision.version, staged, shares)
+            sealed = self._seal(a, decision.version, staged, shares)
+        a.part = self._snapshots.part_of(a.layout, a.layout_hash, shares, staged.digests)
+        a.shares = shares
+        return sealed
 
     def _gather(self, a: _Attempt, key: str) -> None:
         assert a.source is not None

@@ -102,6 +102,20 @@ class Snapshots:
         copy_runs(plans.everything, buffers, None, digests)
         return Staged(digests, self._roots(plans, shares, digests), None, 0)
 
+    def part(self, layout: Layout, layout_hash: str, buffers: Sequence[Buffer], shares: RankShares) -> int:
+        """This rank's part of a version's digest: the salted sum over the fragments it keeps, modulo 2**64. Reads only
+        those; blocks until done. The parts of all ranks add up to the digest."""
+        plans = self._plans_of(layout, layout_hash, shares)
+        digests = np.zeros(len(layout.fragments), np.uint64)
+        copy_runs(plans.copied, buffers, None, digests)
+        return self.part_of(layout, layout_hash, shares, digests)
+
+    def part_of(self, layout: Layout, layout_hash: str, shares: RankShares, digests: NDArray[np.uint64]) -> int:
+        """As `part`, from digests that are known already: uint64, one per fragment."""
+        plans = self._plans_of(layout, layout_hash, shares)
+        kept = plans.order
+        return int((plans.salts[kept] * digests[kept]).sum(dtype=np.uint64))
+
     def _plans_of(self, layout: Layout, layout_hash: str, shares: RankShares) -> _Plans:
         key = (layout_hash, shares.placement_id)
         plans = self._plans.get(key)

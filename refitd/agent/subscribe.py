@@ -23,7 +23,7 @@ from refitd.agent.countdown import Countdown
 from refitd.domain import events
 from refitd.domain.errors import LeaseExpired, ModelNotFound, RefitError, RevisionCompacted
 from refitd.domain.events import Event, Progress
-from refitd.rpc.convert import duration_to_proto, evidence_from_proto, run_from_proto
+from refitd.rpc.convert import duration_to_proto, evidence_from_proto, run_from_proto, token_from_proto
 from refitd.rpc.status import from_rpc_error
 from refitd.v1 import admin_pb2, versions_pb2
 
@@ -179,6 +179,9 @@ def _event(response: versions_pb2.WatchResponse) -> Event:
         case "rollout_changed":
             rollout = response.rollout_changed
             change = events.RolloutChanged(rollout.pinned_version, tuple(rollout.replicas))
+        case "fence_broken":
+            broken = response.fence_broken
+            change = events.FenceBroken(token_from_proto(broken.token), broken.reason, broken.by)
         case _:  # progress, or an event of a newer daemon that this client need not know
             change = Progress()
     return Event(response.revision, response.model, change)

@@ -1,7 +1,7 @@
 """What every command that asks the daemon shares: its options, one blocking channel, and errors as exit codes.
 
-The commands are status, versions, agents, pin and doctor. A RefitError ends the process with one of the documented exit
-codes: 0 ok, 1 failed, 2 usage, 3 unreachable, 4 precondition.
+The commands are status, versions, agents, fences, pin and doctor. A RefitError ends the process with one of the
+documented exit codes: 0 ok, 1 failed, 2 usage, 3 unreachable, 4 precondition.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from refitd.config import load_client_settings
 from refitd.domain.errors import RefitError
 from refitd.rpc.channel import open_channel
 from refitd.rpc.status import from_rpc_error
-from refitd.v1 import admin_pb2_grpc, agents_pb2_grpc, versions_pb2_grpc
+from refitd.v1 import admin_pb2_grpc, agents_pb2_grpc, fences_pb2_grpc, versions_pb2_grpc
 
 OK, FAILED, USAGE, UNREACHABLE, PRECONDITION = range(5)
 
@@ -45,6 +45,7 @@ class Connection:
     timeout: timedelta
     versions: versions_pb2_grpc.VersionServiceStub
     agents: agents_pb2_grpc.AgentServiceStub
+    fences: fences_pb2_grpc.FenceServiceStub
     admin: admin_pb2_grpc.AdminServiceStub
 
     def call(self, method: Callable[..., Response], request: Message) -> Response:
@@ -70,6 +71,7 @@ def connect(server: str | None, timeout: float) -> Iterator[Connection]:
             timedelta(seconds=timeout),
             versions_pb2_grpc.VersionServiceStub(channel),
             agents_pb2_grpc.AgentServiceStub(channel),
+            fences_pb2_grpc.FenceServiceStub(channel),
             admin_pb2_grpc.AdminServiceStub(channel),
         )
     finally:

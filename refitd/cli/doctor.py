@@ -67,10 +67,16 @@ class Finding:
 
 
 def register(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
+    from refitd.cli.doctor_checkpoint import doctor_checkpoint
+
+    group = typer.Typer(help="Check this machine, the installed packages and the daemon; or a saved checkpoint.")
+    group.callback(invoke_without_command=True)(doctor)
+    group.command("checkpoint")(doctor_checkpoint)
+    app.add_typer(group, name="doctor")
 
 
 def doctor(
+    context: typer.Context,
     server: ServerOption = None,
     server_only: Annotated[
         bool, typer.Option("--server-only", help="Only ask the daemon's health: exit code 0 if it serves, 3 if not.")
@@ -79,6 +85,8 @@ def doctor(
     timeout: TimeoutOption = 3.0,
 ) -> None:
     """Check this machine, the installed packages and the daemon. Exit code 1 if something can't work."""
+    if context.invoked_subcommand is not None:
+        return
     with errors_as_exit_codes(as_json):
         findings = list(server_findings(server, timeout) if server_only else all_findings(server, timeout))
     if as_json:

@@ -23,6 +23,7 @@ COMMANDS = {
     "status": "status",
     "versions": "versions",
     "agents": "agents",
+    "fences": "fences",
     "pin": "pin",
     "unpin": "pin",
     "doctor": "doctor",

@@ -19,7 +19,7 @@ from rich.text import Text
 from refitd.cli import render
 from refitd.cli.connection import Connection, JsonOption, ServerOption, TimeoutOption, connect, errors_as_exit_codes
 from refitd.domain.errors import Invalid, ModelNotFound
-from refitd.v1 import admin_pb2, types_pb2, versions_pb2
+from refitd.v1 import admin_pb2, fences_pb2, types_pb2, versions_pb2
 
 PAGE_SIZE = 200
 # Columns of the terminal from which the list has all its columns, and from which it names the longest phase.
@@ -73,14 +73,18 @@ def show(
     as_json: JsonOption = False,
     timeout: TimeoutOption = 5.0,
 ) -> None:
-    """Show one version with what each rank keeps of it."""
+    """Show one version with what each rank keeps of it, and which checkpoints hold the same bytes."""
     with errors_as_exit_codes(as_json), connect(server, timeout) as connection:
         request = versions_pb2.GetVersionRequest(model=only_model(connection, model), version=version)
         found = connection.call(connection.versions.GetVersion, request).version
+        saved = fences_pb2.ListCheckpointsRequest(model=found.model, version=found.version)
+        checkpoints = connection.call(connection.fences.ListCheckpoints, saved).records
         if as_json:
-            print(render.dump(render.to_json(found)))
+            body = render.to_json(found)
+            body["checkpoints"] = [render.to_json(record) for record in checkpoints]
+            print(render.dump(body))
         else:
-            Console().print(version_page(found, datetime.now(UTC)))
+            Console().print(version_page(found, datetime.now(UTC), checkpoints))
 
 
 def timeline(
@@ -191,7 +195,9 @@ def version_table(found: Iterable[versions_pb2.Version], now: datetime, width: i
     return table
 
 
-def version_page(version: versions_pb2.Version, now: datetime) -> Group:
+def version_page(
+    version: versions_pb2.Version, now: datetime, checkpoints: Iterable[fences_pb2.CheckpointRecord] = ()
+) -> Group:
     facts = Table.grid(padding=(0, 2))
     rows: list[tuple[str, RenderableType]] = [
         ("state", render.styled(render.state_name(version.state))),
@@ -220,6 +226,17 @@ def version_page(version: versions_pb2.Version, now: datetime) -> Group:
                 str(share.arena.slot), str(share.arena.generation), share.layout_hash[:12],
             )  # fmt: skip
         parts.append(shares)
+    if saved := list(checkpoints):
+        table = Table(box=None, pad_edge=False, header_style="bold dim")
+        for name in ("checkpoint with the same bytes", "step", "run", "writer", "durable"):
+            table.add_column(name)
+        for record in saved:
+            writer = render.enum_text(fences_pb2.WriterStrategy.DESCRIPTOR, record.strategy)
+            table.add_row(
+                record.path or "(no path)", str(record.step), render.run_text(record.run), writer,
+                f"{render.age_of(record.durable_at, now)} ago",
+            )  # fmt: skip
+        parts.append(table)
     if version.HasField("problem"):
         parts.append(render.problem_text(version.problem))
     return Group(*parts)

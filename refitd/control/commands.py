@@ -40,6 +40,7 @@ class PrepareRequest:
     schema_change: bool = False
     capacity: int = 0
     metadata: Mapping[str, str] = field(default_factory=dict)
+    finalise_pending: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class PrepareResponse:
     confirm_endpoint: str = ""
     confirm_key: str = ""
     vote_ids: tuple[str, ...] = ()
+    finalise: bool = False
 
 
 @dataclass(frozen=True)
@@ -362,6 +364,7 @@ class AgentStatus:
     choice_reason: str = ""
     leased_versions: tuple[int, ...] = ()
     num_ranks: int = 0
+    endpoint: str = ""
 
 
 @dataclass(frozen=True)
@@ -394,6 +397,9 @@ class ModelStatus:
     num_sealed_total: int = 0
     num_refused_total: int = 0
     last_problem: Problem | None = None
+    num_fence_holders: int = 0
+    num_fence_waits: int = 0
+    num_checkpoints: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,12 @@ from datetime import timedelta
 from typing import TypeVar
 
 from refitd.control import commands as c
+from refitd.control import fence_commands as f
 from refitd.control import retention
+from refitd.control.checkpoints import Checkpoints
 from refitd.control.clock import Clock, SystemClock, Waits
 from refitd.control.feed import Feed, agent_ended
+from refitd.control.fences import Fences
 from refitd.control.installs import Installs
 from refitd.control.journal import Journal
 from refitd.control.layouts import Layouts
@@ -99,7 +102,12 @@ class ControlPlane:
         )  # fmt: skip
         self._installs = Installs(self._state, self._journal, self._membership, self._observer)
         self._leases = Leases(self._state, self._journal, self._membership, self._installs, self.limits, new_id)
-        self._status = Status(self._state, self._membership, self._installs, self._prepare, self._versions)
+        self._fences = Fences(self._state, self._journal, self._membership, self.clock, self.limits, self._observer)
+        self._checkpoints = Checkpoints(self._state, self._journal, self._fences, self.limits, self._observer)
+        self._status = Status(
+            self._state, self._membership, self._installs, self._prepare, self._versions, self._fences,
+            self._checkpoints,
+        )  # fmt: skip
         self._membership.on_superseded = self._run_superseded
         self._membership.on_turned_away = self._prepare.rank_turned_away
         self._membership.on_agent_ended = lambda agent: self._feed.end(
@@ -129,6 +137,7 @@ class ControlPlane:
         """Ends agents whose ttl is over, gives up idle uploads, compacts the event log. Runs by itself every
         `limits.sweep_interval`."""
         self._membership.sweep()
+        self._fences.sweep()
         self._layouts.sweep()
         # Not on every sweep: a compaction is a transaction of its own.
         if self._store.revision - self._compacted_at >= max(1, self.limits.max_kept_events // 10):
@@ -341,6 +350,53 @@ class ControlPlane:
         async def answer() -> c.ReportReplicaResponse:
             agent = self._installs.report(request)
             return c.ReportReplicaResponse(await self._journal.durable(), self._installs.target(agent))
+
+        return await self._settled(answer())
+
+    # FenceService
+
+    async def report_fences(self, request: f.ReportFencesRequest) -> f.ReportFencesResponse:
+        """Takes an agent's report; an older number is a no-op. Raises `LeaseExpired`, `Invalid`, `Limit`."""
+
+        async def answer() -> f.ReportFencesResponse:
+            broken = self._fences.report(request)
+            return f.ReportFencesResponse(await self._journal.durable(), broken)
+
+        return await self._settled(answer())
+
+    async def list_fences(self, request: f.ListFencesRequest) -> f.ListFencesResponse:
+        """What live agents last reported, and breaks, newest first."""
+
+        async def answer() -> f.ListFencesResponse:
+            agents, breaks = self._fences.known(request.model)
+            return f.ListFencesResponse(await self._journal.durable(), agents, breaks)
+
+        return await self._settled(answer())
+
+    async def break_fence(self, request: f.BreakFenceRequest) -> f.BreakFenceResponse:
+        """Raises `FenceNotFound`, `IllegalTransition` (a rewrite or move holds it), `Invalid`."""
+
+        async def answer() -> f.BreakFenceResponse:
+            broken = self._fences.break_fence(request)
+            return f.BreakFenceResponse(await self._journal.durable(), broken)
+
+        return await self._settled(answer())
+
+    async def record_checkpoint(self, request: f.RecordCheckpointRequest) -> f.RecordCheckpointResponse:
+        """Raises `StaleFence` if a token of the save was broken, `Invalid`."""
+
+        async def answer() -> f.RecordCheckpointResponse:
+            record = self._checkpoints.record(request)
+            return f.RecordCheckpointResponse(await self._journal.durable(), record)
+
+        return await self._settled(answer())
+
+    async def list_checkpoints(self, request: f.ListCheckpointsRequest) -> f.ListCheckpointsResponse:
+        """Newest first. Raises `Invalid`; with a version named `ModelNotFound`, `VersionNotFound`."""
+
+        async def answer() -> f.ListCheckpointsResponse:
+            records, token = self._checkpoints.find(request)
+            return f.ListCheckpointsResponse(await self._journal.durable(), records, token)
 
         return await self._settled(answer())
 

@@ -25,6 +25,9 @@ class Limits:
     max_name_bytes: int = 256
     max_kept_events: int = 10_000
     max_history_versions: int = 1000
+    max_fence_breaks: int = 1000
+    max_checkpoints: int = 10_000
+    max_fences_per_agent: int = 1024
     max_ended_agents: int = 256
     min_ttl: timedelta = timedelta(seconds=1)
     default_ttl: timedelta = timedelta(seconds=15)

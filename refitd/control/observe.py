@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from refitd.control.fence_commands import ReportFencesRequest
 from refitd.control.records import AttemptRecord, VersionRecord
 from refitd.domain.agent import Agent
+from refitd.domain.fence import CheckpointRecord, FenceBreak
 from refitd.domain.version import Version
 
 
@@ -29,6 +31,12 @@ class Observer(Protocol):
 
     def agent_ended(self, agent: Agent) -> None: ...
 
+    def fences_reported(self, agent: Agent, report: ReportFencesRequest) -> None: ...
+
+    def fence_broken(self, broken: FenceBreak) -> None: ...
+
+    def checkpoint_recorded(self, record: CheckpointRecord) -> None: ...
+
 
 class NoObserver:
     """Listens to nothing."""
@@ -44,3 +52,9 @@ class NoObserver:
     def replica_reported(self, agent: Agent) -> None: ...
 
     def agent_ended(self, agent: Agent) -> None: ...
+
+    def fences_reported(self, agent: Agent, report: ReportFencesRequest) -> None: ...
+
+    def fence_broken(self, broken: FenceBreak) -> None: ...
+
+    def checkpoint_recorded(self, record: CheckpointRecord) -> None: ...

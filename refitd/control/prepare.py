@@ -385,6 +385,7 @@ class Prepare:
                 decided, compare_with=opened.compare_with, placement_id=opened.version.placement_id,
                 kept_versions=tuple(model.kept), confirm_key=attempt.votes[0].vote_id,
                 confirm_endpoint=self._membership.endpoint(attempt.votes[0].agent_id) if attempt.world_size > 1 else "",
+                finalise=any(vote.finalise_pending for vote in attempt.votes.values()),
             )  # fmt: skip
         elif attempt.missing and now < attempt.deadline and not closed:
             decided = replace(decided, open_until=self._clock.wall() + attempt.deadline - now)
@@ -406,6 +407,7 @@ class Prepare:
         return c.PrepareResponse(
             header, record.attempt_id, record.decision, record.version, record.problem, record.compare_with,
             record.placement_id, record.kept_versions, record.confirm_endpoint, record.confirm_key, vote_ids,
+            record.finalise,
         )  # fmt: skip
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from refitd.domain.errors import Problem
+from refitd.domain.fence import CheckpointRecord, FenceBreak, FenceEnd, FenceHolder, FenceWait
 from refitd.domain.version import DecisionKind, Run, Version
 
 
@@ -64,6 +65,7 @@ class AttemptRecord:
     """A decision, as every rank of the attempt gets it. `votes` maps vote_id to rank; `steps` are those voted for.
 
     `open_until` (seconds since the epoch): up to then ranks that have not voted join a refused attempt; 0: closed.
+    `finalise`: some rank has a checkpoint to finalise, so all do that together before they gather.
     """
 
     model: str
@@ -81,6 +83,7 @@ class AttemptRecord:
     confirm_key: str = ""
     open_until: float = 0.0
     world_size: int = 0
+    finalise: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,35 @@ class PlacementRecord:
 
     placement_id: str
     layout_hashes: tuple[str, ...] = field(default=())
+
+
+@dataclass(frozen=True)
+class FenceReport:
+    """What an agent's fence table held when it last said so; `ended` are the newest endings, oldest first."""
+
+    agent_id: str
+    incarnation: str
+    sequence: int
+    reported_at: float
+    holders: tuple[FenceHolder, ...] = ()
+    waits: tuple[FenceWait, ...] = ()
+    ended: tuple[FenceEnd, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoredBreak:
+    """`number` grows with every break of the daemon's store."""
+
+    number: int
+    broken: FenceBreak
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """`number` grows with every record of the daemon's store."""
+
+    number: int
+    record: CheckpointRecord
 
 
 def key(kind: str, *parts: str | int) -> str:

@@ -13,10 +13,13 @@ from refitd.control.codec import decode, encode
 from refitd.control.commands import StageRequest
 from refitd.control.records import (
     AttemptRecord,
+    FenceReport,
     LayoutRecord,
     ModelRecord,
     PlacementRecord,
     RunRecord,
+    StoredBreak,
+    StoredCheckpoint,
     VersionRecord,
     key,
 )
@@ -107,7 +110,7 @@ class ModelState:
 
 class State:
     """All models, agents, leases and layouts. `agents` are the live ones, `ended` those kept for status, oldest
-    first.
+    first. `fences` are by agent; `breaks` and `checkpoints` by number, oldest first.
     """
 
     def __init__(self) -> None:
@@ -117,6 +120,9 @@ class State:
         self.leases: dict[str, Lease] = {}
         self.layouts: dict[str, LayoutRecord] = {}
         self.placements: dict[str, PlacementRecord] = {}
+        self.fences: dict[str, FenceReport] = {}
+        self.breaks: dict[int, StoredBreak] = {}
+        self.checkpoints: dict[int, StoredCheckpoint] = {}
 
     def model(self, name: str) -> ModelState:
         """Raises `ModelNotFound` if no trainer of it was ever seen."""
@@ -173,6 +179,15 @@ class State:
         for _, value in store.range("placement/"):
             placement = decode(PlacementRecord, value)
             state.placements[placement.placement_id] = placement
+        for _, value in store.range("fence/"):
+            report = decode(FenceReport, value)
+            state.fences[report.agent_id] = report
+        for _, value in store.range("fence_break/"):
+            broken = decode(StoredBreak, value)
+            state.breaks[broken.number] = broken
+        for _, value in store.range("checkpoint/"):
+            checkpoint = decode(StoredCheckpoint, value)
+            state.checkpoints[checkpoint.number] = checkpoint
         return state
 
 
@@ -282,6 +297,30 @@ class Transaction:
     def drop_placement(self, placement_id: str) -> None:
         del self.state.placements[placement_id]
         self._drop(key("placement", placement_id))
+
+    def put_fences(self, report: FenceReport) -> None:
+        self.state.fences[report.agent_id] = report
+        self._set(key("fence", report.agent_id), report)
+
+    def drop_fences(self, agent_id: str) -> None:
+        del self.state.fences[agent_id]
+        self._drop(key("fence", agent_id))
+
+    def put_break(self, broken: StoredBreak) -> None:
+        self.state.breaks[broken.number] = broken
+        self._set(key("fence_break", broken.number), broken)
+
+    def drop_break(self, number: int) -> None:
+        del self.state.breaks[number]
+        self._drop(key("fence_break", number))
+
+    def put_checkpoint(self, checkpoint: StoredCheckpoint) -> None:
+        self.state.checkpoints[checkpoint.number] = checkpoint
+        self._set(key("checkpoint", checkpoint.number), checkpoint)
+
+    def drop_checkpoint(self, number: int) -> None:
+        del self.state.checkpoints[number]
+        self._drop(key("checkpoint", number))
 
     def _set(self, name: str, record: object) -> None:
         self.writes.append(Write(name, encode(record)))

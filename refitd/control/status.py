@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from refitd.control import commands as c
+from refitd.control.checkpoints import Checkpoints
+from refitd.control.fences import Fences
 from refitd.control.installs import Installs
 from refitd.control.membership import Membership
 from refitd.control.prepare import Prepare
@@ -16,13 +18,22 @@ class Status:
     """Assembles what GetStatus answers from the parts that know it."""
 
     def __init__(
-        self, state: State, membership: Membership, installs: Installs, prepare: Prepare, versions: Versions
+        self,
+        state: State,
+        membership: Membership,
+        installs: Installs,
+        prepare: Prepare,
+        versions: Versions,
+        fences: Fences,
+        checkpoints: Checkpoints,
     ) -> None:
         self._state = state
         self._membership = membership
         self._installs = installs
         self._prepare = prepare
         self._versions = versions
+        self._fences = fences
+        self._checkpoints = checkpoints
 
     def models(self, name: str) -> tuple[c.ModelStatus, ...]:
         """The named model, or all by name. Raises `ModelNotFound` if neither a trainer nor an engine ever named it."""
@@ -48,6 +59,8 @@ class Status:
             model.record.num_sealed_total,
             model.record.num_refused_total,
             model.record.last_problem,
+            *self._fences.counts(model.name),
+            self._checkpoints.count(model.name),
         )
 
     def _attempt(self, model: ModelState) -> c.AttemptStatus | None:
@@ -70,6 +83,7 @@ class Status:
         status = c.AgentStatus(
             agent.agent_id, agent.role, agent.host, not agent.ended, self._membership.since_seen(agent),
             rank=agent.trainer.rank if agent.trainer else -1, leased_versions=tuple(sorted(leased)),
+            endpoint=agent.trainer.endpoint if agent.trainer else "",
         )  # fmt: skip
         if agent.engine is None:
             return status

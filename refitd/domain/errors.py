@@ -100,6 +100,12 @@ class StaleFence(RefitError):
     reason, code = "STALE_FENCE", "FAILED_PRECONDITION"
 
 
+class FenceNotFound(RefitError):
+    """No live agent has reported such a fence, or it is over."""
+
+    reason, code = "FENCE_NOT_FOUND", "NOT_FOUND"
+
+
 class RanksDisagree(RefitError):
     """Trainer ranks called with different arguments, or some did not come."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from refitd.domain.fence import FenceToken
 from refitd.domain.version import Evidence, Run
 
 
@@ -36,11 +37,20 @@ class RolloutChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class FenceBroken:
+    """An operator ended a fence; the table that gave the token must refuse it from now on."""
+
+    token: FenceToken
+    reason: str
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Nothing up to this revision was left out. Never stored."""
 
 
-Change: TypeAlias = VersionSealed | VersionRetired | RolloutChanged | Progress
+Change: TypeAlias = VersionSealed | VersionRetired | RolloutChanged | FenceBroken | Progress
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,11 @@ from refitd.domain.errors import Invalid, Unsupported
 
 @dataclass(frozen=True, slots=True)
 class ModelDims:
-    """Sizes of a dense decoder. `vocab` is the Hugging Face vocabulary, without the rows that Megatron pads."""
+    """Sizes of a decoder. `vocab` is the Hugging Face vocabulary, without the rows that Megatron pads.
+
+    With `experts`, every layer's MLP is a mixture of so many, `expert_ffn` wide; `router_bias` says that routers hold
+    one bias per expert, which load balancing moves (also in steps that the optimizer skips).
+    """
 
     layers: int
     hidden: int
@@ -25,9 +29,13 @@ class ModelDims:
     head_dim: int
     vocab: int
     tied: bool
+    experts: int = 0
+    expert_ffn: int = 0
+    router_bias: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab"):
+        sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab")
+        for name in sizes + (("expert_ffn",) if self.experts else ()):
             if getattr(self, name) < 1:
                 raise Invalid(
                     f"{name} must be positive, it is {getattr(self, name)}", advice="check the model's config"
@@ -66,7 +74,7 @@ class Cut(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A Hugging Face tensor; `shape` names sizes in `ModelDims`. `{layer}` is the global layer number."""
+    """A Hugging Face tensor; `shape` names sizes in `ModelDims`. `{layer}` and `{expert}` are global numbers."""
 
     name: str
     shape: tuple[str, ...]
@@ -74,11 +82,15 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A Megatron parameter (`{layer}` is the number within the model chunk), its cut and what it holds."""
+    """A Megatron parameter (`{layer}` and `{expert}` count within the chunk and the rank), its cut and what it holds.
+
+    `only_if` names a flag of `ModelDims` without which there is no such parameter.
+    """
 
     megatron: str
     cut: Cut
     targets: tuple[Target, ...]
+    only_if: str = ""
 
 
 _M = "decoder.layers.{layer}."
@@ -110,12 +122,33 @@ _COMMON: tuple[Rule, ...] = (
     Rule(_M + "self_attention.linear_proj.weight", Cut.COLUMNS,
          (Target(_H + "self_attn.o_proj.weight", ("hidden", "query")),)),
     Rule(_M + "pre_mlp_layernorm.weight", Cut.WHOLE, (_MLP_NORM,)),
+    # Checkpoints of the local spec use this name in layers with experts too.
     Rule(_M + "mlp.linear_fc1.layer_norm_weight", Cut.WHOLE, (_MLP_NORM,)),
+)  # fmt: skip
+
+_DENSE: tuple[Rule, ...] = (
     Rule(_M + "mlp.linear_fc1.weight", Cut.GATE_UP,
          (Target(_H + "mlp.gate_proj.weight", ("ffn", "hidden")),
           Target(_H + "mlp.up_proj.weight", ("ffn", "hidden")))),
     Rule(_M + "mlp.linear_fc2.weight", Cut.COLUMNS, (Target(_H + "mlp.down_proj.weight", ("hidden", "ffn")),)),
 )  # fmt: skip
+
+
+def _experts(router: str, bias: str, expert: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """A router, and experts in modules of their own (SequentialMLP) or grouped (TEGroupedMLP)."""
+    inner = (Target(_H + f"{expert}.{gate}.weight", ("expert_ffn", "hidden")),
+             Target(_H + f"{expert}.{up}.weight", ("expert_ffn", "hidden")))  # fmt: skip
+    outer = (Target(_H + f"{expert}.{down}.weight", ("hidden", "expert_ffn")),)
+    one = _M + "mlp.experts.local_experts.{expert}."
+    return (
+        Rule(_M + "mlp.router.weight", Cut.WHOLE, (Target(_H + router, ("experts", "hidden")),)),
+        Rule(_M + "mlp.router.expert_bias", Cut.WHOLE, (Target(_H + bias, ("experts",)),), only_if="router_bias"),
+        Rule(one + "linear_fc1.weight", Cut.GATE_UP, inner),
+        Rule(one + "linear_fc2.weight", Cut.COLUMNS, outer),
+        Rule(_M + "mlp.experts.linear_fc1.weight{expert}", Cut.GATE_UP, inner),
+        Rule(_M + "mlp.experts.linear_fc2.weight{expert}", Cut.COLUMNS, outer),
+    )
+
 
 _QKV_BIAS: tuple[Rule, ...] = (Rule(_M + "self_attention.linear_qkv.bias", Cut.QKV, _attention("bias")),)
 
@@ -127,7 +160,7 @@ _QK_NORM: tuple[Rule, ...] = (
 
 @dataclass(frozen=True)
 class Family:
-    """A family of dense decoders: its name, the names that transformers and vLLM know it by, and its rules."""
+    """A family of decoders: its name, the names that transformers and vLLM know it by, and its rules."""
 
     name: str
     model_type: str
@@ -135,6 +168,7 @@ class Family:
     rules: tuple[Rule, ...]
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: bool = False
 
     @cached_property
     def by_megatron_name(self) -> dict[str, Rule]:
@@ -144,18 +178,32 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("llama", "llama", "LlamaForCausalLM", _COMMON),
-        Family("qwen2", "qwen2", "Qwen2ForCausalLM", _COMMON + _QKV_BIAS, qkv_bias=True),
-        Family("qwen3", "qwen3", "Qwen3ForCausalLM", _COMMON + _QK_NORM, qk_norm=True),
+        Family("llama", "llama", "LlamaForCausalLM", _COMMON + _DENSE),
+        Family("qwen2", "qwen2", "Qwen2ForCausalLM", _COMMON + _DENSE + _QKV_BIAS, qkv_bias=True),
+        Family("qwen3", "qwen3", "Qwen3ForCausalLM", _COMMON + _DENSE + _QK_NORM, qk_norm=True),
     )
 }
+
+# Neither checkpoint format has a place for router biases; they keep the name that DeepSeek-V3 and its kin use.
+_BIAS = "gate.e_score_correction_bias"
+MOE_FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("qwen3_moe", "qwen3_moe", "Qwen3MoeForCausalLM",
+               _COMMON + _QK_NORM + _experts("mlp.gate.weight", "mlp." + _BIAS, "mlp.experts.{expert}",
+                                             "gate_proj", "up_proj", "down_proj"), qk_norm=True, experts=True),
+        Family("mixtral", "mixtral", "MixtralForCausalLM",
+               _COMMON + _experts("block_sparse_moe.gate.weight", "block_sparse_moe." + _BIAS,
+                                  "block_sparse_moe.experts.{expert}", "w1", "w3", "w2"), experts=True),
+    )
+}  # fmt: skip
 
 
 def family_named(name: str) -> Family:
     """Raises `Unsupported` for a family without a table."""
-    try:
-        return FAMILIES[name]
-    except KeyError:
+    known = {**FAMILIES, **MOE_FAMILIES}
+    if name not in known:
         raise Unsupported(
-            f"no names for model family {name!r}", advice=f"families with a table: {', '.join(FAMILIES)}", family=name
-        ) from None
+            f"no names for model family {name!r}", advice=f"families with a table: {', '.join(known)}", family=name
+        )
+    return known[name]

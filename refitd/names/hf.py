@@ -30,8 +30,14 @@ def hf_config(
     Plain rotary embeddings over the whole head are described (no scaling).
 
     Raises:
-        Unsupported: `family` cannot express the dims (Qwen2 has no head_dim of its own).
+        Unsupported: `family` cannot express the dims (Qwen2 has no head_dim of its own), or has experts.
     """
+    if family.experts:
+        raise Unsupported(
+            f"no config is made for family {family.name!r}, which has experts",
+            advice="take the config.json of the model's Hugging Face checkpoint",
+            family=family.name,
+        )
     if family.name == "qwen2" and dims.head_dim * dims.heads != dims.hidden:
         raise Unsupported(
             f"family 'qwen2' has head_dim = hidden / heads, not {dims.head_dim} with {dims.hidden} / {dims.heads}",

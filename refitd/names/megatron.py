@@ -9,22 +9,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from refitd.domain.errors import Invalid, Unsupported
 from refitd.domain.layout import Box
 from refitd.names.families import EMBEDDING, FINAL_NORM, LM_HEAD, Cut, Family, ModelDims, Rule, Target
 
 _LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)$")
+_EXPERT = re.compile(r"^(.*\.local_experts\.)(\d+)(\..+)$|^(.*\.experts\.linear_fc[12]\.weight)(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A rank's place: tensor-parallel rank and size, and the global number of the model chunk's first layer."""
+    """A rank's place: tensor-parallel rank and size, and the global number of the model chunk's first layer.
+
+    Of experts the expert-parallel seat has equal, consecutive shares, each cut over its own tensor-parallel ranks.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
     layer_offset: int = 0
+    ep_rank: int = 0
+    ep_size: int = 1
+    expert_tp_rank: int = 0
+    expert_tp_size: int = 1
+
+    @property
+    def of_experts(self) -> Seat:
+        """The seat by which an expert's parameters are cut."""
+        return replace(self, tp_rank=self.expert_tp_rank, tp_size=self.expert_tp_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +73,9 @@ def pieces(family: Family, dims: ModelDims, seat: Seat, name: str, shape: tuple[
         Unsupported: the family has no place for the parameter, or there are fewer KV heads than tensor-parallel ranks.
         Invalid: the local shape is not the one that the dims and the seat give.
     """
-    layer, rule = _rule(family, dims, seat, name)
+    layer, expert, rule = _rule(family, dims, seat, name)
+    if expert is not None:
+        seat = seat.of_experts
     axis, spans, rows = _spans(rule, dims, seat, name, shape)
     expected = list(_shape(rule.targets[0], dims))
     expected[axis] = rows
@@ -79,20 +94,26 @@ def pieces(family: Family, dims: ModelDims, seat: Seat, name: str, shape: tuple[
         offset, extent, start = [0] * len(whole), list(whole), [0] * len(whole)
         offset[axis], extent[axis], start[axis] = span.offset, span.count, span.start
         box = Box(tuple(offset), tuple(extent))
-        found.append(Piece(span.target.name.format(layer=layer), whole, box, tuple(start)))
+        found.append(Piece(span.target.name.format(layer=layer, expert=expert), whole, box, tuple(start)))
     return tuple(found)
 
 
 def hf_names(family: Family, dims: ModelDims, seat: Seat, name: str) -> tuple[str, ...]:
     """The Hugging Face tensors that the local parameter `name` belongs to. Raises `Unsupported` if there are none."""
-    layer, rule = _rule(family, dims, seat, name)
-    return tuple(target.name.format(layer=layer) for target in rule.targets)
+    layer, expert, rule = _rule(family, dims, seat, name)
+    return tuple(target.name.format(layer=layer, expert=expert) for target in rule.targets)
 
 
 def hf_tensors(
-    family: Family, dims: ModelDims, *, layers: range | None = None, first: bool = True, last: bool = True
+    family: Family,
+    dims: ModelDims,
+    *,
+    layers: range | None = None,
+    experts: range | None = None,
+    first: bool = True,
+    last: bool = True,
 ) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the Hugging Face tensors of a stage with these layers (default: the whole model).
+    """Names and shapes of the Hugging Face tensors of a stage with these layers and experts (default: the whole model).
 
     `first` says that the stage holds the embedding, `last` that it holds the final norm and the head. With tied
     embeddings there is no lm_head.weight; the last stage then holds a copy of the embedding.
@@ -101,10 +122,12 @@ def hf_tensors(
     if first or (last and dims.tied):
         found[EMBEDDING.name] = _shape(EMBEDDING, dims)
     for layer in range(dims.layers) if layers is None else layers:
-        for rule in family.rules:
-            for target in rule.targets:
-                if "{layer}" in target.name:
-                    found[target.name.format(layer=layer)] = _shape(target, dims)
+        for target in (t for rule in family.rules if _is_there(rule, dims) for t in rule.targets):
+            if "{expert}" in target.name:
+                for expert in range(dims.experts) if experts is None else experts:
+                    found[target.name.format(layer=layer, expert=expert)] = _shape(target, dims)
+            elif "{layer}" in target.name:
+                found[target.name.format(layer=layer)] = _shape(target, dims)
     if last:
         found[FINAL_NORM.name] = _shape(FINAL_NORM, dims)
         if not dims.tied:
@@ -118,15 +141,31 @@ def missing_tensors(
     """Hugging Face tensors that a chunk with these parameters and `layers` layers should hold, but does not."""
     held = {hf for name in names for hf in hf_names(family, dims, seat, name)}
     stage = range(seat.layer_offset, seat.layer_offset + layers)
-    return tuple(name for name in hf_tensors(family, dims, layers=stage, first=first, last=last) if name not in held)
+    share = dims.experts // seat.ep_size
+    experts = range(seat.ep_rank * share, (seat.ep_rank + 1) * share)
+    needed = hf_tensors(family, dims, layers=stage, experts=experts, first=first, last=last)
+    return tuple(name for name in needed if name not in held)
 
 
-def _rule(family: Family, dims: ModelDims, seat: Seat, name: str) -> tuple[int, Rule]:
-    layer, pattern = 0, name
+def _is_there(rule: Rule, dims: ModelDims) -> bool:
+    return not rule.only_if or bool(getattr(dims, rule.only_if))
+
+
+def _rule(family: Family, dims: ModelDims, seat: Seat, name: str) -> tuple[int, int | None, Rule]:
+    """Global layer, global expert (None: no expert's parameter), and rule."""
+    layer, expert, pattern = 0, None, name
     if match := _LAYER.match(name):
         layer, pattern = seat.layer_offset + int(match[2]), f"{match[1]}{{layer}}{match[3]}"
+    if match := _EXPERT.match(pattern):
+        if dims.experts % seat.ep_size:
+            raise Invalid(
+                f"{dims.experts} experts cannot be shared equally by {seat.ep_size} expert-parallel ranks",
+                advice="check num_moe_experts and the expert-parallel size", tensor=name,
+            )  # fmt: skip
+        expert = seat.ep_rank * (dims.experts // seat.ep_size) + int(match[2] or match[5])
+        pattern = f"{match[1] or match[4]}{{expert}}{match[3] or ''}"
     rule = family.by_megatron_name.get(pattern)
-    if rule is None:
+    if rule is None or not _is_there(rule, dims):
         raise Unsupported(
             f"model family {family.name!r} has no place for the parameter {name!r}",
             advice="choose the family that the model belongs to, or extend the table in refitd/names/families.py",
@@ -140,7 +179,7 @@ def _rule(family: Family, dims: ModelDims, seat: Seat, name: str) -> tuple[int, 
         )
     if dims.tied and rule.targets == (LM_HEAD,):
         rule = Rule(rule.megatron, rule.cut, (EMBEDDING,))
-    return layer, rule
+    return layer, expert, rule
 
 
 def _spans(
@@ -167,7 +206,7 @@ def _spans(
             begin = min(seat.tp_rank * rows, dims.vocab)
             return 0, (_Span(first, 0, begin, min(rows, dims.vocab - begin)),), rows
         case Cut.GATE_UP:
-            part = _share(dims.ffn, seat, name)
+            part = _share(_shape(first, dims)[0], seat, name)
             begin = seat.tp_rank * part
             return 0, tuple(_Span(t, n * part, begin, part) for n, t in enumerate(rule.targets)), 2 * part
         case Cut.QKV:

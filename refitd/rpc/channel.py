@@ -36,6 +36,9 @@ IDEMPOTENT: Mapping[str, tuple[str, ...]] = {
         "ListVersions", "Retire", "Pin", "Unpin",
     ),
     "refitd.v1.AgentService": ("Register", "Deregister", "ReleaseLease", "ReportReplica"),
+    "refitd.v1.FenceService": (
+        "ReportFences", "ListFences", "BreakFence", "RecordCheckpoint", "ListCheckpoints",
+    ),
     "refitd.v1.AdminService": ("GetStatus",),
 }  # fmt: skip
 

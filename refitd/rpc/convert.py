@@ -18,7 +18,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from refitd.domain.agent import EngineInfo, ReplicaState, Role, TrainerInfo, TransportKind
 from refitd.domain.errors import Invalid, Problem
-from refitd.domain.events import Change, Event, Progress, RolloutChanged, VersionRetired, VersionSealed
+from refitd.domain.events import Change, Event, FenceBroken, Progress, RolloutChanged, VersionRetired, VersionSealed
+from refitd.domain.fence import FenceToken
 from refitd.domain.layout import Box, Fragment, Layout, Tensor, check_layout
 from refitd.domain.placement import RankPlacement
 from refitd.domain.version import (
@@ -223,6 +224,14 @@ def problem_from_proto(value: types.Problem) -> Problem:
     return Problem(value.reason or "INTERNAL", value.message, value.advice, dict(value.subject), value.retryable)
 
 
+def token_to_proto(token: FenceToken) -> types.FenceToken:
+    return types.FenceToken(domain=token.domain, incarnation=token.incarnation, counter=token.counter)
+
+
+def token_from_proto(value: types.FenceToken) -> FenceToken:
+    return FenceToken(value.domain, value.incarnation, value.counter)
+
+
 def slot_to_proto(slot: ArenaSlot) -> types.ArenaSlot:
     return types.ArenaSlot(
         host=slot.host, keeper=slot.keeper, arena=slot.arena, slot=slot.slot, generation=slot.generation
@@ -364,6 +373,10 @@ def event_to_proto(event: Event, term: int) -> versions.WatchResponse:
             message.rollout_changed.CopyFrom(
                 versions.RolloutChanged(pinned_version=change.pinned_version, replicas=change.replicas)
             )
+        case FenceBroken():
+            message.fence_broken.CopyFrom(
+                versions.FenceBroken(token=token_to_proto(change.token), reason=change.reason, by=change.by)
+            )
         case Progress():
             message.progress.SetInParent()
     return message
@@ -392,6 +405,9 @@ def event_from_proto(value: versions.WatchResponse) -> Event:
             change = VersionRetired(value.retired.version)
         case "rollout_changed":
             change = RolloutChanged(value.rollout_changed.pinned_version, tuple(value.rollout_changed.replicas))
+        case "fence_broken":
+            broken = value.fence_broken
+            change = FenceBroken(token_from_proto(broken.token), broken.reason, broken.by)
         case "progress":
             change = Progress()
         case _:

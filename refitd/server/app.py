@@ -37,17 +37,18 @@ from refitd.rpc.channel import MAX_METADATA_BYTES, Address, Option, TokenFile, p
 from refitd.rpc.convert import decode_layout, encode_event
 from refitd.server.admin import AdminServicer
 from refitd.server.agents import AgentServicer
+from refitd.server.fences import FenceServicer
 from refitd.server.interceptors import EdgeInterceptor
 from refitd.server.metered_store import MeteredStore
 from refitd.server.observe import ControlObserver
-from refitd.server.routes import ADMIN_SERVICE, AGENT_SERVICE, VERSION_SERVICE, service_routes
+from refitd.server.routes import ADMIN_SERVICE, AGENT_SERVICE, FENCE_SERVICE, VERSION_SERVICE, service_routes
 from refitd.server.versions import VersionServicer
 from refitd.store.sqlite import SqliteStore
 
 logger = logging.getLogger("refitd.server")
 
 STATE_FILE = "state.sqlite3"
-SERVICES = (VERSION_SERVICE, AGENT_SERVICE, ADMIN_SERVICE)
+SERVICES = (VERSION_SERVICE, AGENT_SERVICE, FENCE_SERVICE, ADMIN_SERVICE)
 # A scrape waits this long for the event loop; longer means that the daemon does not answer anybody.
 SCRAPE_SECONDS = 5.0
 
@@ -181,6 +182,7 @@ class Daemon:
             (
                 service_routes(VERSION_SERVICE, VersionServicer(self._control, max_deadline)),
                 service_routes(AGENT_SERVICE, AgentServicer(self._control)),
+                service_routes(FENCE_SERVICE, FenceServicer(self._control)),
                 service_routes(ADMIN_SERVICE, AdminServicer(self._control)),
             )
         )

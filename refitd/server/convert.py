@@ -44,6 +44,7 @@ def prepare_request(value: versions.PrepareRequest) -> c.PrepareRequest:
         schema_change=value.schema_change,
         capacity=value.capacity,
         metadata=dict(value.metadata),
+        finalise_pending=value.finalise_pending,
     )
 
 
@@ -60,6 +61,7 @@ def prepare_response(value: c.PrepareResponse) -> versions.PrepareResponse:
         confirm_endpoint=value.confirm_endpoint,
         confirm_key=value.confirm_key,
         vote_ids=value.vote_ids,
+        finalise=value.finalise,
     )
 
 
@@ -182,6 +184,9 @@ def _model_status(value: c.ModelStatus) -> admin.ModelStatus:
         num_sealed_total=value.num_sealed_total,
         num_refused_total=value.num_refused_total,
         last_problem=None if value.last_problem is None else records.problem_to_proto(value.last_problem),
+        num_fence_holders=value.num_fence_holders,
+        num_fence_waits=value.num_fence_waits,
+        num_checkpoints=value.num_checkpoints,
     )
 
 
@@ -207,6 +212,7 @@ def _agent_status(value: c.AgentStatus) -> admin.AgentStatus:
         choice_reason=value.choice_reason,
         leased_versions=value.leased_versions,
         num_ranks=value.num_ranks,
+        endpoint=value.endpoint,
     )
 
 

@@ -12,8 +12,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 
+from refitd.control.fence_commands import ReportFencesRequest
 from refitd.control.records import AttemptRecord, VersionRecord
 from refitd.domain.agent import Agent, ReplicaState
+from refitd.domain.fence import CheckpointRecord, FenceBreak, FenceEnding
 from refitd.domain.version import DecisionKind, Version
 from refitd.logs import log_event
 from refitd.metrics import Metrics
@@ -129,6 +131,37 @@ class ControlObserver:
         reason = "replaced" if agent.replaced else END_REASONS.get(agent.ended, "other")
         self._metrics.agent_ended(agent.model, agent.role.value, reason)
         log_event(logger, "agent.ended", model=agent.model, agent=str(agent), role=agent.role.value, why=agent.ended)
+
+    def fences_reported(self, agent: Agent, report: ReportFencesRequest) -> None:
+        for wait in report.waited:
+            self._metrics.fence_waited(agent.model, wait.use.value, wait.granted, wait.waited_seconds)
+        for end in report.ended:
+            self._metrics.fence_ended(agent.model, end.use.value, end.ending.value)
+            if end.ending is not FenceEnding.RELEASED:
+                log_event(
+                    logger, "fence.ended_early", level=logging.WARNING, model=agent.model, agent=str(agent),
+                    domain=end.token.domain, counter=end.token.counter, use=end.use.value, owner=end.owner,
+                    ending=end.ending.value, why=end.reason, seconds=round(end.held_seconds, 3),
+                )  # fmt: skip
+        self._metrics.fences_refused(agent.model, report.rejections, report.dropped)
+
+    def fence_broken(self, broken: FenceBreak) -> None:
+        self._metrics.fence_broken(broken.model)
+        log_event(
+            logger, "fence.broken", level=logging.WARNING, model=broken.model, domain=broken.token.domain,
+            counter=broken.token.counter, use=broken.use.value, owner=broken.owner, by=broken.by, why=broken.reason,
+        )  # fmt: skip
+
+    def checkpoint_recorded(self, record: CheckpointRecord) -> None:
+        staged, durable = (
+            at - record.scheduled_at if at and record.scheduled_at else -1.0
+            for at in (record.staged_at, record.durable_at)
+        )
+        self._metrics.checkpoint_recorded(record.model, record.strategy.value, staged, durable)
+        log_event(
+            logger, "checkpoint.recorded", model=record.model, path=record.path, step=record.step, run=str(record.run),
+            version=record.version or None, digest=record.digest or None, strategy=record.strategy.value,
+        )  # fmt: skip
 
 
 def pause_of(timings: Mapping[str, timedelta]) -> timedelta:

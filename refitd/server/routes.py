@@ -14,10 +14,11 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
-from refitd.v1 import admin_pb2, agents_pb2, versions_pb2
+from refitd.v1 import admin_pb2, agents_pb2, fences_pb2, versions_pb2
 
 VERSION_SERVICE: ServiceDescriptor = versions_pb2.DESCRIPTOR.services_by_name["VersionService"]
 AGENT_SERVICE: ServiceDescriptor = agents_pb2.DESCRIPTOR.services_by_name["AgentService"]
+FENCE_SERVICE: ServiceDescriptor = fences_pb2.DESCRIPTOR.services_by_name["FenceService"]
 ADMIN_SERVICE: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 
 

@@ -90,9 +90,16 @@ class ModelStatus(_message.Message):
     NUM_SEALED_TOTAL_FIELD_NUMBER: _builtins.int
     NUM_REFUSED_TOTAL_FIELD_NUMBER: _builtins.int
     LAST_PROBLEM_FIELD_NUMBER: _builtins.int
+    NUM_FENCE_HOLDERS_FIELD_NUMBER: _builtins.int
+    NUM_FENCE_WAITS_FIELD_NUMBER: _builtins.int
+    NUM_CHECKPOINTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     num_sealed_total: _builtins.int
     num_refused_total: _builtins.int
+    num_fence_holders: _builtins.int
+    """As last reported by live agents."""
+    num_fence_waits: _builtins.int
+    num_checkpoints: _builtins.int
     @_builtins.property
     def newest(self) -> _versions_pb2.Version:
         """Newest sealed; unset if none."""
@@ -126,10 +133,13 @@ class ModelStatus(_message.Message):
         num_sealed_total: _builtins.int = ...,
         num_refused_total: _builtins.int = ...,
         last_problem: _types_pb2.Problem | None = ...,
+        num_fence_holders: _builtins.int = ...,
+        num_fence_waits: _builtins.int = ...,
+        num_checkpoints: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "current_run", b"current_run", "last_problem", b"last_problem", "newest", b"newest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agents", b"agents", "attempt", b"attempt", "current_run", b"current_run", "kept_versions", b"kept_versions", "last_problem", b"last_problem", "model", b"model", "newest", b"newest", "num_refused_total", b"num_refused_total", "num_sealed_total", b"num_sealed_total", "pins", b"pins"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agents", b"agents", "attempt", b"attempt", "current_run", b"current_run", "kept_versions", b"kept_versions", "last_problem", b"last_problem", "model", b"model", "newest", b"newest", "num_checkpoints", b"num_checkpoints", "num_fence_holders", b"num_fence_holders", "num_fence_waits", b"num_fence_waits", "num_refused_total", b"num_refused_total", "num_sealed_total", b"num_sealed_total", "pins", b"pins"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -159,6 +169,7 @@ class AgentStatus(_message.Message):
     CHOICE_REASON_FIELD_NUMBER: _builtins.int
     LEASED_VERSIONS_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     role: _types_pb2.Role.ValueType
     host: _builtins.str
@@ -178,6 +189,8 @@ class AgentStatus(_message.Message):
     transport: _types_pb2.Transport.ValueType
     choice_reason: _builtins.str
     num_ranks: _builtins.int
+    endpoint: _builtins.str
+    """Trainer only: host:port of its own server; empty: it has none."""
     @_builtins.property
     def since_last_seen(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -211,10 +224,11 @@ class AgentStatus(_message.Message):
         choice_reason: _builtins.str = ...,
         leased_versions: _abc.Iterable[_builtins.int] | None = ...,
         num_ranks: _builtins.int = ...,
+        endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["problem", b"problem", "since_last_seen", b"since_last_seen", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "alive", b"alive", "choice_reason", b"choice_reason", "host", b"host", "installed_version", b"installed_version", "kind", b"kind", "lag", b"lag", "leased_versions", b"leased_versions", "num_bytes", b"num_bytes", "num_ranks", b"num_ranks", "pending_version", b"pending_version", "problem", b"problem", "rank", b"rank", "replica", b"replica", "role", b"role", "since_last_seen", b"since_last_seen", "state", b"state", "target_version", b"target_version", "timings", b"timings", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "alive", b"alive", "choice_reason", b"choice_reason", "endpoint", b"endpoint", "host", b"host", "installed_version", b"installed_version", "kind", b"kind", "lag", b"lag", "leased_versions", b"leased_versions", "num_bytes", b"num_bytes", "num_ranks", b"num_ranks", "pending_version", b"pending_version", "problem", b"problem", "rank", b"rank", "replica", b"replica", "role", b"role", "since_last_seen", b"since_last_seen", "state", b"state", "target_version", b"target_version", "timings", b"timings", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

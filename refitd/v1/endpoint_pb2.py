@@ -22,26 +22,43 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from refitd.v1 import types_pb2 as refitd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18refitd/v1/endpoint.proto\x12\trefitd.v1\x1a\x15refitd/v1/types.proto\"y\n\x0e\x43onfirmRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfirm_key\x18\x02 \x01(\t\x12\x0f\n\x07vote_id\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12#\n\x07refusal\x18\x05 \x01(\x0b\x32\x12.refitd.v1.Problem\"I\n\x0f\x43onfirmResponse\x12\x11\n\tconfirmed\x18\x01 \x01(\x08\x12#\n\x07problem\x18\x02 \x01(\x0b\x32\x12.refitd.v1.Problem\"n\n\x12ReportPhaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfirm_key\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12%\n\x05phase\x18\x04 \x01(\x0e\x32\x16.refitd.v1.GatherPhase\"=\n\x13ReportPhaseResponse\x12&\n\x06phases\x18\x01 \x03(\x0e\x32\x16.refitd.v1.GatherPhase*t\n\x0bGatherPhase\x12\x1c\n\x18GATHER_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14GATHER_PHASE_ENTERED\x10\x01\x12\x15\n\x11GATHER_PHASE_DONE\x10\x02\x12\x16\n\x12GATHER_PHASE_STUCK\x10\x03\x32\xa1\x01\n\x0f\x45ndpointService\x12@\n\x07\x43onfirm\x12\x19.refitd.v1.ConfirmRequest\x1a\x1a.refitd.v1.ConfirmResponse\x12L\n\x0bReportPhase\x12\x1d.refitd.v1.ReportPhaseRequest\x1a\x1e.refitd.v1.ReportPhaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18refitd/v1/endpoint.proto\x12\trefitd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15refitd/v1/types.proto\"y\n\x0e\x43onfirmRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfirm_key\x18\x02 \x01(\t\x12\x0f\n\x07vote_id\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\x05\x12#\n\x07refusal\x18\x05 \x01(\x0b\x32\x12.refitd.v1.Problem\"I\n\x0f\x43onfirmResponse\x12\x11\n\tconfirmed\x18\x01 \x01(\x08\x12#\n\x07problem\x18\x02 \x01(\x0b\x32\x12.refitd.v1.Problem\"n\n\x12ReportPhaseRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onfirm_key\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12%\n\x05phase\x18\x04 \x01(\x0e\x32\x16.refitd.v1.GatherPhase\"=\n\x13ReportPhaseResponse\x12&\n\x06phases\x18\x01 \x03(\x0e\x32\x16.refitd.v1.GatherPhase\"\x92\x01\n\x13\x41\x63quireFenceRequest\x12\x0e\n\x06\x64omain\x18\x01 \x01(\t\x12 \n\x03use\x18\x02 \x01(\x0e\x32\x13.refitd.v1.FenceUse\x12\r\n\x05owner\x18\x03 \x01(\t\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x05 \x01(\t\"d\n\x14\x41\x63quireFenceResponse\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.refitd.v1.FenceToken\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"a\n\x11RenewFenceRequest\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.refitd.v1.FenceToken\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"<\n\x12RenewFenceResponse\x12&\n\x03ttl\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"9\n\x11\x43heckFenceRequest\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.refitd.v1.FenceToken\"\x14\n\x12\x43heckFenceResponse\";\n\x13ReleaseFenceRequest\x12$\n\x05token\x18\x01 \x01(\x0b\x32\x15.refitd.v1.FenceToken\"\x16\n\x14ReleaseFenceResponse*t\n\x0bGatherPhase\x12\x1c\n\x18GATHER_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14GATHER_PHASE_ENTERED\x10\x01\x12\x15\n\x11GATHER_PHASE_DONE\x10\x02\x12\x16\n\x12GATHER_PHASE_STUCK\x10\x03\x32\xd9\x03\n\x0f\x45ndpointService\x12@\n\x07\x43onfirm\x12\x19.refitd.v1.ConfirmRequest\x1a\x1a.refitd.v1.ConfirmResponse\x12L\n\x0bReportPhase\x12\x1d.refitd.v1.ReportPhaseRequest\x1a\x1e.refitd.v1.ReportPhaseResponse\x12O\n\x0c\x41\x63quireFence\x12\x1e.refitd.v1.AcquireFenceRequest\x1a\x1f.refitd.v1.AcquireFenceResponse\x12I\n\nRenewFence\x12\x1c.refitd.v1.RenewFenceRequest\x1a\x1d.refitd.v1.RenewFenceResponse\x12I\n\nCheckFence\x12\x1c.refitd.v1.CheckFenceRequest\x1a\x1d.refitd.v1.CheckFenceResponse\x12O\n\x0cReleaseFence\x12\x1e.refitd.v1.ReleaseFenceRequest\x1a\x1f.refitd.v1.ReleaseFenceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'refitd.v1.endpoint_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GATHERPHASE']._serialized_start=435
-  _globals['_GATHERPHASE']._serialized_end=551
-  _globals['_CONFIRMREQUEST']._serialized_start=62
-  _globals['_CONFIRMREQUEST']._serialized_end=183
-  _globals['_CONFIRMRESPONSE']._serialized_start=185
-  _globals['_CONFIRMRESPONSE']._serialized_end=258
-  _globals['_REPORTPHASEREQUEST']._serialized_start=260
-  _globals['_REPORTPHASEREQUEST']._serialized_end=370
-  _globals['_REPORTPHASERESPONSE']._serialized_start=372
-  _globals['_REPORTPHASERESPONSE']._serialized_end=433
-  _globals['_ENDPOINTSERVICE']._serialized_start=554
-  _globals['_ENDPOINTSERVICE']._serialized_end=715
+  _globals['_GATHERPHASE']._serialized_start=1045
+  _globals['_GATHERPHASE']._serialized_end=1161
+  _globals['_CONFIRMREQUEST']._serialized_start=94
+  _globals['_CONFIRMREQUEST']._serialized_end=215
+  _globals['_CONFIRMRESPONSE']._serialized_start=217
+  _globals['_CONFIRMRESPONSE']._serialized_end=290
+  _globals['_REPORTPHASEREQUEST']._serialized_start=292
+  _globals['_REPORTPHASEREQUEST']._serialized_end=402
+  _globals['_REPORTPHASERESPONSE']._serialized_start=404
+  _globals['_REPORTPHASERESPONSE']._serialized_end=465
+  _globals['_ACQUIREFENCEREQUEST']._serialized_start=468
+  _globals['_ACQUIREFENCEREQUEST']._serialized_end=614
+  _globals['_ACQUIREFENCERESPONSE']._serialized_start=616
+  _globals['_ACQUIREFENCERESPONSE']._serialized_end=716
+  _globals['_RENEWFENCEREQUEST']._serialized_start=718
+  _globals['_RENEWFENCEREQUEST']._serialized_end=815
+  _globals['_RENEWFENCERESPONSE']._serialized_start=817
+  _globals['_RENEWFENCERESPONSE']._serialized_end=877
+  _globals['_CHECKFENCEREQUEST']._serialized_start=879
+  _globals['_CHECKFENCEREQUEST']._serialized_end=936
+  _globals['_CHECKFENCERESPONSE']._serialized_start=938
+  _globals['_CHECKFENCERESPONSE']._serialized_end=958
+  _globals['_RELEASEFENCEREQUEST']._serialized_start=960
+  _globals['_RELEASEFENCEREQUEST']._serialized_end=1019
+  _globals['_RELEASEFENCERESPONSE']._serialized_start=1021
+  _globals['_RELEASEFENCERESPONSE']._serialized_end=1043
+  _globals['_ENDPOINTSERVICE']._serialized_start=1164
+  _globals['_ENDPOINTSERVICE']._serialized_end=1637
 # @@protoc_insertion_point(module_scope)

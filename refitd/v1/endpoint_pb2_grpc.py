@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class EndpointServiceStub(object):
-    """Served by trainer ranks, never by the daemon: ranks talk to the lowest rank of their run, so that a decision taken
-    through the daemon is confirmed, or dropped, by all of them alike even if the daemon has died meanwhile.
+    """Served by trainer ranks, never by the daemon. Ranks talk to the lowest rank of their run, so that a decision taken
+    through the daemon is confirmed, or dropped, by all of them alike even if the daemon has died meanwhile. Readers in
+    other processes take fences from the rank that owns the storage.
     """
 
     def __init__(self, channel):
@@ -46,11 +47,32 @@ class EndpointServiceStub(object):
                 request_serializer=refitd_dot_v1_dot_endpoint__pb2.ReportPhaseRequest.SerializeToString,
                 response_deserializer=refitd_dot_v1_dot_endpoint__pb2.ReportPhaseResponse.FromString,
                 _registered_method=True)
+        self.AcquireFence = channel.unary_unary(
+                '/refitd.v1.EndpointService/AcquireFence',
+                request_serializer=refitd_dot_v1_dot_endpoint__pb2.AcquireFenceRequest.SerializeToString,
+                response_deserializer=refitd_dot_v1_dot_endpoint__pb2.AcquireFenceResponse.FromString,
+                _registered_method=True)
+        self.RenewFence = channel.unary_unary(
+                '/refitd.v1.EndpointService/RenewFence',
+                request_serializer=refitd_dot_v1_dot_endpoint__pb2.RenewFenceRequest.SerializeToString,
+                response_deserializer=refitd_dot_v1_dot_endpoint__pb2.RenewFenceResponse.FromString,
+                _registered_method=True)
+        self.CheckFence = channel.unary_unary(
+                '/refitd.v1.EndpointService/CheckFence',
+                request_serializer=refitd_dot_v1_dot_endpoint__pb2.CheckFenceRequest.SerializeToString,
+                response_deserializer=refitd_dot_v1_dot_endpoint__pb2.CheckFenceResponse.FromString,
+                _registered_method=True)
+        self.ReleaseFence = channel.unary_unary(
+                '/refitd.v1.EndpointService/ReleaseFence',
+                request_serializer=refitd_dot_v1_dot_endpoint__pb2.ReleaseFenceRequest.SerializeToString,
+                response_deserializer=refitd_dot_v1_dot_endpoint__pb2.ReleaseFenceResponse.FromString,
+                _registered_method=True)
 
 
 class EndpointServiceServicer(object):
-    """Served by trainer ranks, never by the daemon: ranks talk to the lowest rank of their run, so that a decision taken
-    through the daemon is confirmed, or dropped, by all of them alike even if the daemon has died meanwhile.
+    """Served by trainer ranks, never by the daemon. Ranks talk to the lowest rank of their run, so that a decision taken
+    through the daemon is confirmed, or dropped, by all of them alike even if the daemon has died meanwhile. Readers in
+    other processes take fences from the rank that owns the storage.
     """
 
     def Confirm(self, request, context):
@@ -63,6 +85,35 @@ class EndpointServiceServicer(object):
 
     def ReportPhase(self, request, context):
         """Says how far a rank has come in the gather of an attempt; returns what is known of all ranks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AcquireFence(self, request, context):
+        """Takes a read or hold fence of a domain that this process owns; blocks until it is granted or the deadline. Sending
+        the same request_id again returns the same grant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewFence(self, request, context):
+        """Lets a fence live for a ttl from now on; refused once it is over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckFence(self, request, context):
+        """Answers only if the fence is still in force: asked after the last byte was read, before the bytes are accepted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseFence(self, request, context):
+        """Ends the fence; does nothing if it is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,6 +132,26 @@ def add_EndpointServiceServicer_to_server(servicer, server):
                     request_deserializer=refitd_dot_v1_dot_endpoint__pb2.ReportPhaseRequest.FromString,
                     response_serializer=refitd_dot_v1_dot_endpoint__pb2.ReportPhaseResponse.SerializeToString,
             ),
+            'AcquireFence': grpc.unary_unary_rpc_method_handler(
+                    servicer.AcquireFence,
+                    request_deserializer=refitd_dot_v1_dot_endpoint__pb2.AcquireFenceRequest.FromString,
+                    response_serializer=refitd_dot_v1_dot_endpoint__pb2.AcquireFenceResponse.SerializeToString,
+            ),
+            'RenewFence': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewFence,
+                    request_deserializer=refitd_dot_v1_dot_endpoint__pb2.RenewFenceRequest.FromString,
+                    response_serializer=refitd_dot_v1_dot_endpoint__pb2.RenewFenceResponse.SerializeToString,
+            ),
+            'CheckFence': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckFence,
+                    request_deserializer=refitd_dot_v1_dot_endpoint__pb2.CheckFenceRequest.FromString,
+                    response_serializer=refitd_dot_v1_dot_endpoint__pb2.CheckFenceResponse.SerializeToString,
+            ),
+            'ReleaseFence': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseFence,
+                    request_deserializer=refitd_dot_v1_dot_endpoint__pb2.ReleaseFenceRequest.FromString,
+                    response_serializer=refitd_dot_v1_dot_endpoint__pb2.ReleaseFenceResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'refitd.v1.EndpointService', rpc_method_handlers)
@@ -90,8 +161,9 @@ def add_EndpointServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EndpointService(object):
-    """Served by trainer ranks, never by the daemon: ranks talk to the lowest rank of their run, so that a decision taken
-    through the daemon is confirmed, or dropped, by all of them alike even if the daemon has died meanwhile.
+    """Served by trainer ranks, never by the daemon. Ranks talk to the lowest rank of their run, so that a decision taken
+    through the daemon is confirmed, or dropped, by all of them alike even if the daemon has died meanwhile. Readers in
+    other processes take fences from the rank that owns the storage.
     """
 
     @staticmethod
@@ -138,6 +210,114 @@ class EndpointService(object):
             '/refitd.v1.EndpointService/ReportPhase',
             refitd_dot_v1_dot_endpoint__pb2.ReportPhaseRequest.SerializeToString,
             refitd_dot_v1_dot_endpoint__pb2.ReportPhaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcquireFence(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/refitd.v1.EndpointService/AcquireFence',
+            refitd_dot_v1_dot_endpoint__pb2.AcquireFenceRequest.SerializeToString,
+            refitd_dot_v1_dot_endpoint__pb2.AcquireFenceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewFence(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/refitd.v1.EndpointService/RenewFence',
+            refitd_dot_v1_dot_endpoint__pb2.RenewFenceRequest.SerializeToString,
+            refitd_dot_v1_dot_endpoint__pb2.RenewFenceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckFence(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/refitd.v1.EndpointService/CheckFence',
+            refitd_dot_v1_dot_endpoint__pb2.CheckFenceRequest.SerializeToString,
+            refitd_dot_v1_dot_endpoint__pb2.CheckFenceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseFence(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/refitd.v1.EndpointService/ReleaseFence',
+            refitd_dot_v1_dot_endpoint__pb2.ReleaseFenceRequest.SerializeToString,
+            refitd_dot_v1_dot_endpoint__pb2.ReleaseFenceResponse.FromString,
             options,
             channel_credentials,
             insecure,

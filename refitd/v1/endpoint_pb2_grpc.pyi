@@ -27,8 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class EndpointServiceStub:
-    """Served by trainer ranks, never by the daemon: ranks talk to the lowest rank of their run, so that a decision taken
-    through the daemon is confirmed, or dropped, by all of them alike even if the daemon has died meanwhile.
+    """Served by trainer ranks, never by the daemon. Ranks talk to the lowest rank of their run, so that a decision taken
+    through the daemon is confirmed, or dropped, by all of them alike even if the daemon has died meanwhile. Readers in
+    other processes take fences from the rank that owns the storage.
     """
 
     @_typing.overload
@@ -41,11 +42,22 @@ class EndpointServiceStub:
     """
     ReportPhase: _grpc.UnaryUnaryMultiCallable[_endpoint_pb2.ReportPhaseRequest, _endpoint_pb2.ReportPhaseResponse]
     """Says how far a rank has come in the gather of an attempt; returns what is known of all ranks."""
+    AcquireFence: _grpc.UnaryUnaryMultiCallable[_endpoint_pb2.AcquireFenceRequest, _endpoint_pb2.AcquireFenceResponse]
+    """Takes a read or hold fence of a domain that this process owns; blocks until it is granted or the deadline. Sending
+    the same request_id again returns the same grant.
+    """
+    RenewFence: _grpc.UnaryUnaryMultiCallable[_endpoint_pb2.RenewFenceRequest, _endpoint_pb2.RenewFenceResponse]
+    """Lets a fence live for a ttl from now on; refused once it is over."""
+    CheckFence: _grpc.UnaryUnaryMultiCallable[_endpoint_pb2.CheckFenceRequest, _endpoint_pb2.CheckFenceResponse]
+    """Answers only if the fence is still in force: asked after the last byte was read, before the bytes are accepted."""
+    ReleaseFence: _grpc.UnaryUnaryMultiCallable[_endpoint_pb2.ReleaseFenceRequest, _endpoint_pb2.ReleaseFenceResponse]
+    """Ends the fence; does nothing if it is over."""
 
 @_typing.type_check_only
 class EndpointServiceAsyncStub(EndpointServiceStub):
-    """Served by trainer ranks, never by the daemon: ranks talk to the lowest rank of their run, so that a decision taken
-    through the daemon is confirmed, or dropped, by all of them alike even if the daemon has died meanwhile.
+    """Served by trainer ranks, never by the daemon. Ranks talk to the lowest rank of their run, so that a decision taken
+    through the daemon is confirmed, or dropped, by all of them alike even if the daemon has died meanwhile. Readers in
+    other processes take fences from the rank that owns the storage.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -55,10 +67,21 @@ class EndpointServiceAsyncStub(EndpointServiceStub):
     """
     ReportPhase: _aio.UnaryUnaryMultiCallable[_endpoint_pb2.ReportPhaseRequest, _endpoint_pb2.ReportPhaseResponse]  # type: ignore[assignment]
     """Says how far a rank has come in the gather of an attempt; returns what is known of all ranks."""
+    AcquireFence: _aio.UnaryUnaryMultiCallable[_endpoint_pb2.AcquireFenceRequest, _endpoint_pb2.AcquireFenceResponse]  # type: ignore[assignment]
+    """Takes a read or hold fence of a domain that this process owns; blocks until it is granted or the deadline. Sending
+    the same request_id again returns the same grant.
+    """
+    RenewFence: _aio.UnaryUnaryMultiCallable[_endpoint_pb2.RenewFenceRequest, _endpoint_pb2.RenewFenceResponse]  # type: ignore[assignment]
+    """Lets a fence live for a ttl from now on; refused once it is over."""
+    CheckFence: _aio.UnaryUnaryMultiCallable[_endpoint_pb2.CheckFenceRequest, _endpoint_pb2.CheckFenceResponse]  # type: ignore[assignment]
+    """Answers only if the fence is still in force: asked after the last byte was read, before the bytes are accepted."""
+    ReleaseFence: _aio.UnaryUnaryMultiCallable[_endpoint_pb2.ReleaseFenceRequest, _endpoint_pb2.ReleaseFenceResponse]  # type: ignore[assignment]
+    """Ends the fence; does nothing if it is over."""
 
 class EndpointServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by trainer ranks, never by the daemon: ranks talk to the lowest rank of their run, so that a decision taken
-    through the daemon is confirmed, or dropped, by all of them alike even if the daemon has died meanwhile.
+    """Served by trainer ranks, never by the daemon. Ranks talk to the lowest rank of their run, so that a decision taken
+    through the daemon is confirmed, or dropped, by all of them alike even if the daemon has died meanwhile. Readers in
+    other processes take fences from the rank that owns the storage.
     """
 
     @_abc_1.abstractmethod
@@ -78,5 +101,39 @@ class EndpointServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_endpoint_pb2.ReportPhaseResponse, _abc.Awaitable[_endpoint_pb2.ReportPhaseResponse]]:
         """Says how far a rank has come in the gather of an attempt; returns what is known of all ranks."""
+
+    @_abc_1.abstractmethod
+    def AcquireFence(
+        self,
+        request: _endpoint_pb2.AcquireFenceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_endpoint_pb2.AcquireFenceResponse, _abc.Awaitable[_endpoint_pb2.AcquireFenceResponse]]:
+        """Takes a read or hold fence of a domain that this process owns; blocks until it is granted or the deadline. Sending
+        the same request_id again returns the same grant.
+        """
+
+    @_abc_1.abstractmethod
+    def RenewFence(
+        self,
+        request: _endpoint_pb2.RenewFenceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_endpoint_pb2.RenewFenceResponse, _abc.Awaitable[_endpoint_pb2.RenewFenceResponse]]:
+        """Lets a fence live for a ttl from now on; refused once it is over."""
+
+    @_abc_1.abstractmethod
+    def CheckFence(
+        self,
+        request: _endpoint_pb2.CheckFenceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_endpoint_pb2.CheckFenceResponse, _abc.Awaitable[_endpoint_pb2.CheckFenceResponse]]:
+        """Answers only if the fence is still in force: asked after the last byte was read, before the bytes are accepted."""
+
+    @_abc_1.abstractmethod
+    def ReleaseFence(
+        self,
+        request: _endpoint_pb2.ReleaseFenceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_endpoint_pb2.ReleaseFenceResponse, _abc.Awaitable[_endpoint_pb2.ReleaseFenceResponse]]:
+        """Ends the fence; does nothing if it is over."""
 
 def add_EndpointServiceServicer_to_server(servicer: EndpointServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

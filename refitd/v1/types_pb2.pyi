@@ -174,6 +174,36 @@ REPLICA_STATE_GONE: ReplicaState.ValueType  # 6
 """Its agent's lease ended."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
+class _FenceUse:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FenceUseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FenceUse.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FENCE_USE_UNSPECIFIED: _FenceUse.ValueType  # 0
+    FENCE_USE_READ: _FenceUse.ValueType  # 1
+    """Bytes are being read; excludes rewrite and move."""
+    FENCE_USE_HOLD: _FenceUse.ValueType  # 2
+    """Addresses or handles are kept; excludes move."""
+    FENCE_USE_REWRITE: _FenceUse.ValueType  # 3
+    """Bytes change; excludes read, rewrite and move."""
+    FENCE_USE_MOVE: _FenceUse.ValueType  # 4
+    """Storage is freed, swapped or replaced; excludes everything."""
+
+class FenceUse(_FenceUse, metaclass=_FenceUseEnumTypeWrapper):
+    """What a fence allows its holder to do with a storage domain."""
+
+FENCE_USE_UNSPECIFIED: FenceUse.ValueType  # 0
+FENCE_USE_READ: FenceUse.ValueType  # 1
+"""Bytes are being read; excludes rewrite and move."""
+FENCE_USE_HOLD: FenceUse.ValueType  # 2
+"""Addresses or handles are kept; excludes move."""
+FENCE_USE_REWRITE: FenceUse.ValueType  # 3
+"""Bytes change; excludes read, rewrite and move."""
+FENCE_USE_MOVE: FenceUse.ValueType  # 4
+"""Storage is freed, swapped or replaced; excludes everything."""
+Global___FenceUse: _TypeAlias = FenceUse  # noqa: Y015
+
 @_typing.final
 class ResponseHeader(_message.Message):
     """Carried by every response."""
@@ -370,6 +400,35 @@ class ArenaSlot(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ArenaSlot: _TypeAlias = ArenaSlot  # noqa: Y015
+
+@_typing.final
+class FenceToken(_message.Message):
+    """Names one grant of one fence table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    COUNTER_FIELD_NUMBER: _builtins.int
+    domain: _builtins.str
+    incarnation: _builtins.str
+    """Of the table; fresh per process."""
+    counter: _builtins.int
+    """Grows with every grant of a table."""
+    def __init__(
+        self,
+        *,
+        domain: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        counter: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counter", b"counter", "domain", b"domain", "incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FenceToken: _TypeAlias = FenceToken  # noqa: Y015
 
 @_typing.final
 class Problem(_message.Message):

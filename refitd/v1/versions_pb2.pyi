@@ -111,6 +111,7 @@ class PrepareRequest(_message.Message):
     SCHEMA_CHANGE_FIELD_NUMBER: _builtins.int
     CAPACITY_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    FINALISE_PENDING_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     rank: _builtins.int
     world_size: _builtins.int
@@ -128,6 +129,8 @@ class PrepareRequest(_message.Message):
     """Allows a tensor set that differs from the previous version's."""
     capacity: _builtins.int
     """Versions the arenas can keep beside the one being written; equal on all ranks. 0: refused."""
+    finalise_pending: _builtins.bool
+    """A checkpoint of this rank waits for its collective finalise."""
     @_builtins.property
     def run(self) -> _types_pb2.Run: ...
     @_builtins.property
@@ -154,10 +157,11 @@ class PrepareRequest(_message.Message):
         schema_change: _builtins.bool = ...,
         capacity: _builtins.int = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        finalise_pending: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["refusal", b"refusal", "run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "capacity", b"capacity", "gather_need", b"gather_need", "hand_out", b"hand_out", "layout_hash", b"layout_hash", "metadata", b"metadata", "model", b"model", "rank", b"rank", "refusal", b"refusal", "request_id", b"request_id", "run", b"run", "schema_change", b"schema_change", "step", b"step", "vote_id", b"vote_id", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "capacity", b"capacity", "finalise_pending", b"finalise_pending", "gather_need", b"gather_need", "hand_out", b"hand_out", "layout_hash", b"layout_hash", "metadata", b"metadata", "model", b"model", "rank", b"rank", "refusal", b"refusal", "request_id", b"request_id", "run", b"run", "schema_change", b"schema_change", "step", b"step", "vote_id", b"vote_id", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,6 +182,7 @@ class PrepareResponse(_message.Message):
     CONFIRM_ENDPOINT_FIELD_NUMBER: _builtins.int
     CONFIRM_KEY_FIELD_NUMBER: _builtins.int
     VOTE_IDS_FIELD_NUMBER: _builtins.int
+    FINALISE_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.int
     """Numbers the attempts of a model; the same on all ranks."""
     decision: Global___Decision.ValueType
@@ -190,6 +195,8 @@ class PrepareResponse(_message.Message):
     """host:port of the lowest rank, where ranks confirm in band. Empty with one rank."""
     confirm_key: _builtins.str
     """Names the round of confirmation: the vote_id of the lowest rank."""
+    finalise: _builtins.bool
+    """Some rank has a finalise pending: all ranks poll it in lock step before the gather."""
     @_builtins.property
     def header(self) -> _types_pb2.ResponseHeader: ...
     @_builtins.property
@@ -216,10 +223,11 @@ class PrepareResponse(_message.Message):
         confirm_endpoint: _builtins.str = ...,
         confirm_key: _builtins.str = ...,
         vote_ids: _abc.Iterable[_builtins.str] | None = ...,
+        finalise: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "problem", b"problem"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "compare_with", b"compare_with", "confirm_endpoint", b"confirm_endpoint", "confirm_key", b"confirm_key", "decision", b"decision", "header", b"header", "kept_versions", b"kept_versions", "placement_id", b"placement_id", "problem", b"problem", "version", b"version", "vote_ids", b"vote_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "compare_with", b"compare_with", "confirm_endpoint", b"confirm_endpoint", "confirm_key", b"confirm_key", "decision", b"decision", "finalise", b"finalise", "header", b"header", "kept_versions", b"kept_versions", "placement_id", b"placement_id", "problem", b"problem", "version", b"version", "vote_ids", b"vote_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1147,6 +1155,7 @@ class WatchResponse(_message.Message):
     RETIRED_FIELD_NUMBER: _builtins.int
     ROLLOUT_CHANGED_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    FENCE_BROKEN_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     """Revision of the event; resume with from_revision = revision + 1."""
     model: _builtins.str
@@ -1162,6 +1171,8 @@ class WatchResponse(_message.Message):
     def progress(self) -> Global___Progress:
         """Nothing up to this revision was left out."""
 
+    @_builtins.property
+    def fence_broken(self) -> Global___FenceBroken: ...
     def __init__(
         self,
         *,
@@ -1172,12 +1183,13 @@ class WatchResponse(_message.Message):
         retired: Global___VersionRetired | None = ...,
         rollout_changed: Global___RolloutChanged | None = ...,
         progress: Global___Progress | None = ...,
+        fence_broken: Global___FenceBroken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "header", b"header", "progress", b"progress", "retired", b"retired", "rollout_changed", b"rollout_changed", "sealed", b"sealed"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "fence_broken", b"fence_broken", "header", b"header", "progress", b"progress", "retired", b"retired", "rollout_changed", b"rollout_changed", "sealed", b"sealed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "header", b"header", "model", b"model", "progress", b"progress", "retired", b"retired", "revision", b"revision", "rollout_changed", b"rollout_changed", "sealed", b"sealed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "fence_broken", b"fence_broken", "header", b"header", "model", b"model", "progress", b"progress", "retired", b"retired", "revision", b"revision", "rollout_changed", b"rollout_changed", "sealed", b"sealed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["sealed", "retired", "rollout_changed", "progress"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["sealed", "retired", "rollout_changed", "progress", "fence_broken"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -1264,6 +1276,34 @@ class RolloutChanged(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RolloutChanged: _TypeAlias = RolloutChanged  # noqa: Y015
+
+@_typing.final
+class FenceBroken(_message.Message):
+    """An operator ended a fence; the agent whose table gave the token must refuse it from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    by: _builtins.str
+    @_builtins.property
+    def token(self) -> _types_pb2.FenceToken: ...
+    def __init__(
+        self,
+        *,
+        token: _types_pb2.FenceToken | None = ...,
+        reason: _builtins.str = ...,
+        by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "reason", b"reason", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FenceBroken: _TypeAlias = FenceBroken  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):

@@ -143,7 +143,7 @@ def test_an_owner_that_closes_leaves_nothing(start: Start, client: KeeperClient,
     assert client.arenas(T) == []
     assert [place for place in memory_of(model) if f"/{owner.popen.pid}/" not in place] == []
     owner.kill()
-    assert memory_of(model) == []
+    until(lambda: memory_of(model) == [])
 
 
 def test_a_killed_owner_without_linger_and_readers_leaves_nothing(
@@ -154,7 +154,7 @@ def test_a_killed_owner_without_linger_and_readers_leaves_nothing(
     assert [row.owner_pid for row in client.arenas(T)] == [owner.popen.pid]
     owner.kill()
     until(lambda: client.arenas(T) == [])
-    assert memory_of(model) == []
+    until(lambda: memory_of(model) == [])
 
 
 def test_late_readers_find_a_killed_owners_versions_while_the_linger_time_lasts(
@@ -174,7 +174,7 @@ def test_a_linger_time_ends(start: Start, client: KeeperClient, model: str) -> N
     owner.call("publish", 1, [])
     owner.kill()
     until(lambda: client.arenas(T) == [])
-    assert memory_of(model) == []
+    until(lambda: memory_of(model) == [])
 
 
 def test_a_readers_connection_holds_a_killed_owners_arena_beyond_the_linger_time(
@@ -190,7 +190,7 @@ def test_a_readers_connection_holds_a_killed_owners_arena_beyond_the_linger_time
     until(lambda: [row.num_holders for row in client.arenas(T)] == [1])
     late.kill()
     until(lambda: client.arenas(T) == [])
-    assert memory_of(model) == []
+    until(lambda: memory_of(model) == [])
 
 
 def test_killed_readers_hold_nothing(start: Start, client: KeeperClient, model: str) -> None:
@@ -231,7 +231,7 @@ def test_a_forked_child_of_the_owner_neither_keeps_nor_drops_the_arena(
     owner.kill()
     os.kill(child, 0)
     until(lambda: client.arenas(T) == [])
-    assert memory_of(model) == []
+    until(lambda: memory_of(model) == [])
 
 
 def test_a_forked_child_does_not_keep_its_parents_connection_open(start: Start, client: KeeperClient) -> None:
@@ -285,7 +285,7 @@ def test_everything_killed_at_once_leaves_nothing(
     owner.popen.wait()
     reader.popen.wait()
     until(lambda: pids_of_keeper(keeper_name) == [])
-    assert memory_of(model) == []
+    until(lambda: memory_of(model) == [])
     assert keeper_name not in Path("/proc/net/unix").read_text()
 
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import signal
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -58,12 +58,20 @@ class ModelShape:
     tied: bool = False
     sequence: int = 16
     first_stage_layers: int | None = None  # uneven pipeline stages
+    experts: int = 0
+    expert_ffn: int = 64
+    router_bias: bool = False
 
     @property
     def dims(self) -> ModelDims:
         return ModelDims(
-            self.layers, self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim, self.vocab, self.tied
-        )
+            self.layers, self.hidden, self.ffn, self.heads, self.kv_heads, self.head_dim, self.vocab, self.tied,
+            self.experts, self.expert_ffn if self.experts else 0, self.router_bias,
+        )  # fmt: skip
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.family.startswith("qwen3")
 
 
 @dataclass
@@ -82,12 +90,14 @@ class Trainer:
         return MegatronSource([self.model], self.optimizer, **options)
 
 
-def start(tp: int = 1, pp: int = 1, timeout: timedelta = timedelta(seconds=60)) -> None:
+def start(tp: int = 1, pp: int = 1, timeout: timedelta = timedelta(seconds=60), ep: int = 1) -> None:
     """Joins the process group and Megatron's groups. The process ends with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timeout)
-    seats.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    seats.initialize_model_parallel(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep
+    )
 
 
 def finish() -> None:
@@ -107,14 +117,22 @@ def build_model(
     bucket_size: int = 20_000,
     learning_rate: float = 1e-2,
     seed: int = 7,
+    wrap: Callable[..., Any] | None = None,
+    ddp_options: Mapping[str, Any] | None = None,
+    optimizer_options: Mapping[str, Any] | None = None,
 ) -> Trainer:
-    """A model with equal weights for equal seeds, with DDP and optimizer unless `wrapped` is False. All ranks call."""
+    """A model with equal weights for equal seeds, with DDP and optimizer unless `wrapped` is False. All ranks call.
+
+    `wrap` makes the DDP wrapper (config, DDP config, model); the options overwrite fields of Megatron's configs.
+    """
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     config = _config(shape, dtype)
     gpt = GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=shape.family == "qwen3", normalization="RMSNorm"),
+        get_gpt_layer_local_spec(
+            num_experts=shape.experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+        ),
         vocab_size=shape.padded_vocab,
         max_sequence_length=shape.sequence,
         pre_process=seats.is_pipeline_first_stage(),
@@ -125,32 +143,28 @@ def build_model(
     model = Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt
     if not wrapped:
         return Trainer(shape, config, model, gpt)
-    ddp = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=distributed_optimizer,
-            overlap_param_gather=overlap,
-            overlap_grad_reduce=True,
-            grad_reduce_in_fp32=True,
-            bucket_size=bucket_size,
-        ),
-        model,
-    )
+    ddp_fields = {
+        "use_distributed_optimizer": distributed_optimizer,
+        "overlap_param_gather": overlap,
+        "overlap_grad_reduce": True,
+        "grad_reduce_in_fp32": True,
+        "bucket_size": bucket_size,
+    }
+    ddp_config = DistributedDataParallelConfig(**{**ddp_fields, **(ddp_options or {})})
+    ddp = (wrap or DistributedDataParallel)(config, ddp_config, model)
     ddp.broadcast_params()
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=learning_rate,
-            min_lr=learning_rate,
-            weight_decay=0.01,
-            clip_grad=1.0,
-            bf16=dtype is torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=distributed_optimizer,
-            overlap_param_gather=overlap,
-        ),
-        [ddp],
-    )
+    optimizer_fields = {
+        "optimizer": "adam",
+        "lr": learning_rate,
+        "min_lr": learning_rate,
+        "weight_decay": 0.01,
+        "clip_grad": 1.0,
+        "bf16": dtype is torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": distributed_optimizer,
+        "overlap_param_gather": overlap,
+    }
+    optimizer = get_megatron_optimizer(OptimizerConfig(**{**optimizer_fields, **(optimizer_options or {})}), [ddp])
     config.no_sync_func = ddp.no_sync
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -162,13 +176,17 @@ def control_model(shape: ModelShape = ModelShape(), **options: Any) -> Trainer:
     return build_model(shape, overlap=False, **options)
 
 
-def train_step(trainer: Trainer, step: int, microbatches: int = 2) -> float | None:
+def train_step(trainer: Trainer, step: int, microbatches: int = 2, infinite: bool = False) -> float | None:
     """One optimizer step on random tokens that depend on `step` and the data-parallel rank. All ranks call.
 
-    Returns the loss of the first microbatch on the last pipeline stage, None elsewhere.
+    Returns the loss of the first microbatch on the last pipeline stage, None elsewhere. With `infinite` gradients an
+    optimizer with a loss scale skips the step.
     """
     trainer.ddp.zero_grad_buffer()
     trainer.optimizer.zero_grad()
+    if getattr(trainer.ddp.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) and hook_count(trainer):
+        for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+            part._copy_main_params_to_param_buffer()  # as Megatron's training loop does
     generator = torch.Generator().manual_seed(1000 * step + seats.get_data_parallel_rank() + 17)
     size = (MICRO_BATCH, trainer.shape.sequence)
     batches = [torch.randint(0, trainer.shape.vocab, size, generator=generator) for _ in range(microbatches)]
@@ -181,7 +199,11 @@ def train_step(trainer: Trainer, step: int, microbatches: int = 2) -> float | No
         micro_batch_size=MICRO_BATCH,
         forward_only=False,
     )
-    trainer.optimizer.step()
+    if infinite:
+        for buffer in [*trainer.ddp.buffers, *trainer.ddp.expert_parallel_buffers]:
+            buffer.grad_data.fill_(float("inf"))
+    stepped, *_ = trainer.optimizer.step()
+    assert stepped != infinite
     return float(losses[0]["loss"]) if losses else None
 
 
@@ -237,6 +259,20 @@ def parameter_hash(trainer: Trainer) -> str:
     return found.hexdigest()
 
 
+def optimizer_hash(trainer: Trainer) -> str:
+    """SHA-256 over this rank's masters and optimizer state, moments included."""
+    found = hashlib.sha256()
+    for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer]):
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        inner = part.optimizer
+        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+            states = sorted(inner.state.get(parameter, {}).items())
+            for tensor in [parameter.detach(), *(value for _, value in states if isinstance(value, torch.Tensor))]:
+                found.update(tensor.clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
 def hook_count(trainer: Trainer) -> int:
     return len(trainer.ddp.remove_forward_pre_hook_handles)
 
@@ -266,7 +302,7 @@ def _config(shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
         hidden_dropout=0.0,
         add_bias_linear=False,
         add_qkv_bias=shape.family == "qwen2",
-        qk_layernorm=shape.family == "qwen3",
+        qk_layernorm=shape.qk_norm,
         normalization="RMSNorm",
         layernorm_epsilon=1e-5,
         gated_linear_unit=True,
@@ -277,7 +313,26 @@ def _config(shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         attention_softmax_in_fp32=True,
+        **(_expert_fields(shape) if shape.experts else {}),
     )
+
+
+def _expert_fields(shape: ModelShape) -> dict[str, Any]:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16 leaves the name undefined without Transformer Engine
+        moe_utils.te_general_gemm = None
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.expert_ffn,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_enable_expert_bias": shape.router_bias,
+        "moe_router_score_function": "sigmoid" if shape.router_bias else "softmax",
+        "moe_token_dispatcher_type": "allgather",
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": seats.get_expert_model_parallel_world_size(),
+    }
 
 
 def _inputs(tokens: torch.Tensor) -> Sequence[torch.Tensor]:

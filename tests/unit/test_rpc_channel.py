@@ -19,7 +19,7 @@ from refitd.rpc.channel import (
     refuse_fork_support,
     service_config,
 )
-from refitd.v1 import admin_pb2, agents_pb2, versions_pb2
+from refitd.v1 import admin_pb2, agents_pb2, fences_pb2, versions_pb2
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_fork_support_that_is_off_is_fine(environ: dict[str, str]) -> None:
 def test_retried_methods_exist_and_what_is_unsafe_is_not_retried() -> None:
     services = {
         service.full_name: {method.name for method in service.methods}
-        for file in (versions_pb2, agents_pb2, admin_pb2)
+        for file in (versions_pb2, agents_pb2, fences_pb2, admin_pb2)
         for service in file.DESCRIPTOR.services_by_name.values()
     }
     for service, methods in IDEMPOTENT.items():

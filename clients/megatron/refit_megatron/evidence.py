@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from refit_megatron.surface import Bucket, Chunk, bits
+from refit_megatron.surface import Bucket, Chunk, bits, is_packed
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,13 @@ def compare_with_masters(chunks: Sequence[Chunk]) -> Comparison:
     flags: list[Tensor] = []
     with torch.no_grad():
         for own in own_slices(chunks):
-            master = getattr(own.parameter, "main_param", None)
-            if not isinstance(master, Tensor) or not _independent(master, own):
+            master = independent_master(own)
+            if master is None:
                 unchecked.append(own)
+                continue
+            if is_packed(own.parameter):  # what is published is the cast itself
+                compared.append(own)
+                flags.append(torch.zeros((), dtype=torch.bool, device=own.parameter.device))
                 continue
             expected = master.detach().reshape(-1).to(device=own.values.device, dtype=own.values.dtype)
             flags.append((bits(own.values) != bits(expected)).any())
@@ -83,11 +87,12 @@ def compare_with_masters(chunks: Sequence[Chunk]) -> Comparison:
     return Comparison(different, tuple(unchecked), len(compared))
 
 
-def _independent(master: Tensor, own: OwnSlice) -> bool:
-    """A master proves something if it has memory of its own, still resident, and covers just the slice."""
-    if master.dtype != torch.float32 or own.parameter.dtype == torch.float32:
-        return False
-    return master.numel() == own.end - own.start and master.untyped_storage().size() > 0
+def independent_master(own: OwnSlice) -> Tensor | None:
+    """The FP32 master of just this slice, if it proves something: memory of its own, and still resident."""
+    master = getattr(own.parameter, "main_param", None)
+    if not isinstance(master, Tensor) or master.dtype != torch.float32 or own.parameter.dtype == torch.float32:
+        return None
+    return master if master.numel() == own.end - own.start and master.untyped_storage().size() > 0 else None
 
 
 def _written(chunk: Chunk, bucket: Bucket, rank: int) -> Sequence[nn.Parameter]:

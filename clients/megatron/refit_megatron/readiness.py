@@ -1,7 +1,8 @@
 """Whether a rank's weights are in memory and gathered, and the forced gather itself.
 
-Knows Megatron-Core's flags and storages, not layouts or versions. `MegatronSource` calls it: `check_*` before the ranks
-agree (local, no collective), `gather` after (collective over the data-parallel groups).
+Knows Megatron-Core's flags and storages, not layouts or versions; what is done in which state stands in
+`refit_megatron.matrix`. `MegatronSource` calls it: `decide` and `check_*` before the ranks agree (local, no
+collective), `gather` after (collective over the data-parallel groups).
 """
 
 from __future__ import annotations
@@ -12,20 +13,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from refit_megatron.surface import BucketGroup, Chunk, is_quantized, tensors_of, this_rank
+from refit_megatron import masters, matrix
+from refit_megatron.matrix import (
+    Accumulation,
+    Action,
+    Groups,
+    Hooks,
+    Masters,
+    Optimizer,
+    Overlap,
+    Residency,
+    Staging,
+    State,
+    Weights,
+    Wrapper,
+)
+from refit_megatron.surface import (
+    BucketGroup,
+    Chunk,
+    FlatBuffer,
+    is_packed,
+    is_quantized,
+    parts_of,
+    tensors_of,
+    this_rank,
+)
 from refitd.domain.errors import Internal, ParamsOffloaded, Unsupported
 from refitd.domain.version import GatherNeed
 
 
-def check_resident(chunks: Sequence[Chunk]) -> None:
+def check_resident(chunks: Sequence[Chunk], *, to_gather: bool = True) -> None:
     """Raises `ParamsOffloaded` naming the rank and the buffer if a storage that is read or gathered into is released.
 
     Sizes are looked at, because the failure they prevent comes late and differs: an error inside the collective, or,
-    with MXFP8 staging, a segmentation fault.
+    with MXFP8 staging, a segmentation fault. With `to_gather=False` gradient storage does not matter.
     """
     for number, chunk in enumerate(chunks):
-        for name, tensor in _needed(chunk):
-            if tensor.numel() and tensor.untyped_storage().size() == 0:
+        for name, needed in _released(chunk):
+            if needed and (to_gather or not name.endswith("grad_data")):
                 where = f" of model chunk {number}" if len(chunks) > 1 else ""
                 raise ParamsOffloaded(
                     f"rank {this_rank()}: {name}{where} is offloaded (its storage has size 0)",
@@ -39,7 +64,7 @@ def check_aliases(chunks: Sequence[Chunk]) -> None:
     for chunk in chunks:
         names = {parameter: name for name, parameter in chunk.gpt.named_parameters()}
         for buffer in chunk.flat_buffers:
-            if buffer.param_data is None or chunk.shares_gradients:
+            if buffer.param_data is None or _is_shared(buffer):
                 continue
             base = buffer.param_data.data_ptr()
             for parameter in buffer.params:
@@ -55,40 +80,67 @@ def check_aliases(chunks: Sequence[Chunk]) -> None:
                     )  # fmt: skip
 
 
-def check_between_steps(chunks: Sequence[Chunk], optimizer: Any) -> None:
-    """Raises `Unsupported` if a gather now would disturb training: a gradient reduction or an accumulation is open, or
-    the mode needs a staging step that is not there."""
-    for chunk in chunks:
-        for group in chunk.groups:
-            if getattr(group, "grad_reduce_handle", None) is not None or not getattr(group, "is_last_microbatch", True):
-                raise Unsupported(
-                    f"rank {this_rank()}: gradients are being accumulated or reduced",
-                    advice="publish after optimizer.step()",
-                    rank=this_rank(),
-                )
-        if chunk.shares_gradients and not hasattr(optimizer, "prepare_model_params_for_param_sync"):
-            raise Unsupported(
-                f"rank {this_rank()}: with reuse_grad_buf_for_mxfp8_param_ag the masters must be staged before a "
-                "gather, and the optimizer given has no prepare_model_params_for_param_sync",
-                advice="pass the optimizer, with a Megatron-Core that has this method, or set the flag to False",
-                rank=this_rank(),
-            )
+def decide(chunks: Sequence[Chunk], optimizer: Any) -> tuple[GatherNeed, str]:
+    """What the table of `refit_megatron.matrix` says: whether to gather, or else why not. Local.
 
-
-def need(chunks: Sequence[Chunk]) -> tuple[GatherNeed, str]:
-    """Whether any bucket group is not gathered; decided by its flags. With NOT_NEEDED comes the reason."""
-    if all(chunk.ddp is None for chunk in chunks):
-        return GatherNeed.NOT_NEEDED, "no DistributedDataParallel wrapper: nothing is gathered later"
-    deferred = [chunk for chunk in chunks if chunk.deferred]
-    if not deferred:
-        if any(chunk.distributed_optimizer for chunk in chunks):
-            return GatherNeed.NOT_NEEDED, "overlap_param_gather is off: optimizer.step() gathers"
-        return GatherNeed.NOT_NEEDED, "no distributed optimizer: every rank updates all of its parameters"
-    if any(not is_gathered(group) for chunk in deferred for group in chunk.groups):
+    Raises the refusal of the first chunk whose row has one: `ParamsOffloaded` naming the buffer, or `Unsupported`.
+    """
+    rows = [matrix.row_for(state_of(chunk, optimizer)) for chunk in chunks]
+    for row in rows:
+        if row.action is Action.REFUSE:
+            if row.reason == ParamsOffloaded.reason:
+                check_resident(chunks)
+            raise Unsupported(f"rank {this_rank()}: {row.why}", advice=row.advice, rank=this_rank(), state=row.name)
+    if any(row.action is Action.GATHER for row in rows):
         return GatherNeed.NEEDED, ""
-    if not any(chunk.hooks for chunk in deferred):
-        return GatherNeed.NOT_NEEDED, "the forward pre-hooks are disabled, and every bucket group was gathered before"
-    return GatherNeed.NOT_NEEDED, "every bucket group is gathered since the last step"
+    return GatherNeed.NOT_NEEDED, rows[0].why
+
+
+def state_of(chunk: Chunk, optimizer: Any) -> State:
+    """Looks at flags, storages and classes; local, no communication."""
+    released = [name for name, _ in _released(chunk)]
+    if any(not name.endswith("grad_data") for name in released):
+        residency = Residency.PARAMS
+    else:
+        residency = Residency.GRADS if released else Residency.RESIDENT
+    if chunk.shared_buffer:
+        weights = Weights.SHARED
+    elif any(is_packed(tensor) for tensor in chunk.gpt.parameters()):
+        weights = Weights.QUANTIZED
+    else:
+        weights = Weights.PLAIN
+    if any(group.param_gather_handle is not None for group in chunk.groups):
+        groups = Groups.IN_FLIGHT
+    else:
+        groups = Groups.GATHERED if all(map(is_gathered, chunk.groups)) else Groups.MISSING
+    return State(
+        wrapper=Wrapper.NONE if chunk.ddp is None else Wrapper.DDP,
+        optimizer=_kind(chunk, optimizer),
+        weights=weights,
+        masters=Masters.MISSING if masters.without_master([chunk]) else Masters.THERE,
+        staging=Staging.THERE if hasattr(optimizer, "prepare_model_params_for_param_sync") else Staging.MISSING,
+        overlap=Overlap.ON if chunk.deferred else Overlap.OFF,
+        hooks=Hooks.ON if chunk.hooks else Hooks.OFF,
+        groups=groups,
+        residency=residency,
+        accumulation=Accumulation.OPEN if any(map(_is_accumulating, chunk.groups)) else Accumulation.CLOSED,
+    )
+
+
+def _kind(chunk: Chunk, optimizer: Any) -> Optimizer:
+    kinds = {kind.__name__ for part in parts_of(optimizer) for kind in type(part).__mro__}
+    layer_wise = "LayerWiseDistributedOptimizer" in kinds
+    if not chunk.distributed_optimizer:
+        return Optimizer.LEGACY if layer_wise or chunk.layer_wise else Optimizer.REPLICATED
+    if layer_wise:
+        return Optimizer.LAYOUT
+    flag = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
+    aware = any(getattr(getattr(part, "config", None), flag, False) for part in parts_of(optimizer))
+    return Optimizer.PRECISION_AWARE if aware else Optimizer.DISTRIBUTED
+
+
+def _is_accumulating(group: BucketGroup) -> bool:
+    return getattr(group, "grad_reduce_handle", None) is not None or not getattr(group, "is_last_microbatch", True)
 
 
 def is_gathered(group: BucketGroup) -> bool:
@@ -128,17 +180,30 @@ def gather(chunks: Sequence[Chunk], optimizer: Any) -> None:
     check_gathered(chunks)
 
 
-def _needed(chunk: Chunk) -> Iterator[tuple[str, Tensor]]:
-    lists = (("buffers", chunk.ddp.buffers), ("expert_parallel_buffers", chunk.ddp.expert_parallel_buffers)) if (
-        chunk.ddp
-    ) else ()  # fmt: skip
-    gradients = chunk.shares_gradients or chunk.layer_wise
+def _released(chunk: Chunk) -> Iterator[tuple[str, bool]]:
+    """Storages of size 0, by name, and whether a publish needs them. A shared buffer counts as gradient storage: the
+    packed parameters have storage of their own."""
+    ddp = chunk.ddp
+    lists = (("buffers", ddp.buffers), ("expert_parallel_buffers", ddp.expert_parallel_buffers)) if ddp else ()
     for kind, buffers in lists:
         for number, buffer in enumerate(buffers):
-            if buffer.param_data is not None:
-                yield f"{kind}[{number}].param_data", buffer.param_data
-            if gradients and buffer.grad_data is not None:
-                yield f"{kind}[{number}].grad_data", buffer.grad_data
+            shared = _is_shared(buffer)
+            if _is_released(buffer.param_data) and not shared:
+                yield f"{kind}[{number}].param_data", True
+            if _is_released(buffer.grad_data):
+                yield f"{kind}[{number}].grad_data", chunk.layer_wise or chunk.shares_gradients
     for name, tensor in tensors_of(chunk.gpt):
-        if not is_quantized(tensor):
-            yield f"parameter {name!r}", tensor
+        if not is_quantized(tensor) and _is_released(tensor):
+            yield f"parameter {name!r}", True
+
+
+def _is_released(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def _is_shared(buffer: FlatBuffer) -> bool:
+    """One storage for gradients and gathered parameters. Released storages all have address 0, so objects count."""
+    data, gradients = buffer.param_data, buffer.grad_data
+    if data is None or gradients is None:
+        return False
+    return bool(data.untyped_storage()._cdata == gradients.untyped_storage()._cdata)

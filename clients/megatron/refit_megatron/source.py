@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from refit_megatron import evidence as proof
 from refit_megatron import inventory as stock
 from refit_megatron import readiness
 from refit_megatron.staleness import Snapshot
-from refit_megatron.surface import Chunk, this_rank, unwrap, world_size
+from refit_megatron.surface import Chunk, settle, this_rank, unwrap, world_size
 from refitd.copy.runs import Buffer
 from refitd.domain.errors import Invalid, ReplicasDiffer
 from refitd.domain.layout import Layout
@@ -34,7 +35,7 @@ class MegatronSource:
         model: The model chunk, or all chunks of this rank (a list, as `get_model` gives it): Megatron-Core's
             DistributedDataParallel around a GPTModel, or a GPTModel itself.
         optimizer: What `get_megatron_optimizer` gave; without it nothing can be compared (evidence FLAGS at most).
-        family: "llama", "qwen2" or "qwen3".
+        family: "llama", "qwen2", "qwen3", "qwen3_moe" or "mixtral".
         vocab_size: Rows of the Hugging Face vocabulary; the padded rows beyond are not published.
         measure_stale: Count at each gather what would have been stale; costs a copy of the weights. See `stale_share`.
 
@@ -95,13 +96,12 @@ class MegatronSource:
         """
         chunks = self._chunks()
         self._stale_share = None
-        readiness.check_resident(chunks)
+        found = readiness.decide(chunks, self._optimizer)
         readiness.check_aliases(chunks)
-        readiness.check_between_steps(chunks, self._optimizer)
         if (device := self._device()).type == "cuda":
             # What this thread's stream has written; the gather may run in another thread, on another stream.
             self._written = torch.cuda.current_stream(device).record_event()
-        return readiness.need(chunks)
+        return found
 
     def gather(self) -> None:
         """Drains gathers in flight, stages MXFP8 masters, forces the gather of all chunks, waits for it, checks flags.
@@ -169,12 +169,14 @@ class MegatronSource:
 
     def _current(self) -> stock.Inventory:
         chunks = self._chunks()
-        readiness.check_resident(chunks)  # a released storage has no address, and no layout
+        readiness.check_resident(chunks, to_gather=False)  # a released storage has no address, and no layout
+        for chunk in chunks:
+            settle(chunk.gpt)
         known = self._inventory
         if known is not None and known.signature == stock.signature(chunks):
             return known
         found = stock.take(chunks, self._family, self._vocab_size)
         if known is not None and known.layout == found.layout:
-            found = stock.Inventory(known.layout, found.storages, found.device, found.signature)
+            found = replace(found, layout=known.layout)
         self._inventory = found
         return found

@@ -25,7 +25,10 @@ class Snapshot:
         layout = self._inventory.layout
         after = [_bytes(storage) for storage in self._inventory.storages]
         changed, total = 0, 0
+        casts = {cast.memory.untyped_storage().data_ptr() for cast in self._inventory.casts}
         for fragment, num_bytes in zip(layout.fragments, layout.fragment_bytes, strict=True):
+            if self._inventory.storages[fragment.buffer].data_ptr() in casts:
+                continue  # cast from the masters, which no gather changes
             size = item_bytes(layout.tensors[fragment.tensor].dtype)
             place = (fragment.box.extent, fragment.byte_strides, fragment.byte_offset, size)
             old, new = _view(self._before[fragment.buffer], *place), _view(after[fragment.buffer], *place)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -87,10 +87,15 @@ class Chunk:
         return self.deferred and not self.distributed_optimizer
 
     @property
-    def shares_gradients(self) -> bool:
-        """MXFP8 with one buffer for gradients and gathered parameters."""
+    def shared_buffer(self) -> bool:
+        """MXFP8 with one buffer for gradients and gathered parameters; the parameters have storage of their own."""
         config = self.ddp.ddp_config if self.ddp else None
-        return self.deferred and bool(getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
+        return bool(getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
+
+    @property
+    def shares_gradients(self) -> bool:
+        """The same, with the gather left to the next forward: it needs masters staged and gradient storage."""
+        return self.deferred and self.shared_buffer
 
     @property
     def flat_buffers(self) -> list[FlatBuffer]:
@@ -145,9 +150,28 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizer and, of a chained one, its parts."""
+    return [] if optimizer is None else [optimizer, *getattr(optimizer, "chained_optimizers", ())]
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether it is one of Transformer Engine's quantized tensors, whose storage holds packed values and scales."""
+    return hasattr(tensor, "_rowwise_data") or hasattr(tensor, "_fp8_dtype")
+
+
+def settle(gpt: nn.Module) -> None:
+    """Brings router biases back to FP32, as each forward and save does: the 16-bit wrapper casts them, and the first
+    version would have another dtype than the next."""
+    for part in gpt.modules():
+        maintain = getattr(part, "_maintain_float32_expert_bias", None)
+        if maintain is not None:
+            maintain()
+
+
 def is_quantized(tensor: Tensor) -> bool:
     """Whether the storage holds packed values, or none of its own: Transformer Engine's tensors, DTensor."""
-    return hasattr(tensor, "_rowwise_data") or hasattr(tensor, "_fp8_dtype") or hasattr(tensor, "device_mesh")
+    return is_packed(tensor) or hasattr(tensor, "device_mesh")
 
 
 def bits(tensor: Tensor) -> Tensor:

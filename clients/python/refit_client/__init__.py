@@ -4,15 +4,18 @@ Re-exports only. Importing it needs grpcio and protobuf; torch is imported when 
 """
 
 from refitd.agent.async_client import AsyncRefitClient
+from refitd.agent.checkpoint import CheckpointFence
 from refitd.agent.client import RefitClient
 from refitd.agent.outcome import Result
 from refitd.agent.reader import Weights
 from refitd.agent.subscribe import RolloutChanged, Subscription, VersionRetired, VersionSealed
 from refitd.domain.errors import RefitError
+from refitd.domain.fence import WriterStrategy
 from refitd.domain.version import Evidence, Run, Version
 
 __all__ = [
     "AsyncRefitClient",
+    "CheckpointFence",
     "Evidence",
     "RefitClient",
     "RefitError",
@@ -24,4 +27,5 @@ __all__ = [
     "VersionRetired",
     "VersionSealed",
     "Weights",
+    "WriterStrategy",
 ]

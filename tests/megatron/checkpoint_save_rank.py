@@ -1,0 +1,132 @@
+"""One rank that trains, publishes and saves checkpoints; rank 0 asks `refitd doctor checkpoint` about each.
+
+Prints "doctor <case> <exit code> <JSON>". Arguments: server keeper kind folder. See
+tests/integration/test_doctor_checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from refit_client import RefitClient
+
+from refitd.agent.checkpoint_record import write_record
+from refitd.domain.fence import CheckpointRecord, WriterStrategy
+from refitd.domain.version import Run
+from tests.megatron import trainer, variants  # before megatron.core
+from tests.megatron.trainer import Trainer
+
+from megatron.core import dist_checkpointing  # isort: skip
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
+
+TIMEOUT = timedelta(seconds=60)
+SHAPES = {"dense": variants.SMALL, "experts": variants.EXPERTS}
+
+
+def save(model: Trainer, directory: Path) -> Path:
+    """A synchronous save of weights and optimizer. All ranks call."""
+    directory.mkdir(exist_ok=True)
+    dist.barrier()
+    weights = model.gpt.sharded_state_dict()
+    sharding = {"distrib_optim_sharding_type": "dp_reshardable"}
+    optimizer = model.optimizer.sharded_state_dict(weights, metadata=sharding)
+    dist_checkpointing.save(
+        {"model": weights, "optimizer": optimizer}, str(directory), TorchDistSaveShardedStrategy("torch_dist", 1)
+    )
+    dist.barrier()
+    return directory
+
+
+def ask(case: str, server: str, path: Path, model: Trainer) -> None:
+    """Rank 0 asks; the others wait."""
+    if dist.get_rank() == 0:
+        shape = model.shape
+        command = [
+            sys.executable, "-m", "refitd.cli.main", "doctor", "checkpoint", str(path), "--server", server, "--json",
+            "--family", shape.family, "--heads", str(shape.heads), "--kv-heads", str(shape.kv_heads),
+            "--vocab-size", str(shape.vocab),
+        ]  # fmt: skip
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("REFITD_")}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+        try:
+            answer = json.dumps(json.loads(done.stdout))
+        except ValueError:
+            raise AssertionError(f"{case}: {done.returncode}\n{done.stdout}\n{done.stderr}") from None
+        print("doctor", case, done.returncode, answer, flush=True)
+    dist.barrier()
+
+
+def record(path: Path, digest: str, step: int) -> None:
+    if dist.get_rank() == 0:
+        entry = CheckpointRecord(
+            "saved",
+            Run("run"),
+            str(path),
+            step,
+            0,
+            dist.get_world_size(),
+            WriterStrategy.SYNC,
+            "request",
+            digest=digest,
+        )
+        write_record(entry, ())
+    dist.barrier()
+
+
+def main(server: str, keeper: str, kind: str, folder: Path) -> None:
+    if kind == "dense":
+        trainer.start(tp=2)
+    else:
+        trainer.start(ep=2)
+    # Spawning its process, as Megatron would, imports this script again.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    model = trainer.build_model(SHAPES[kind])
+    source = model.source()
+    with RefitClient(
+        server,
+        model="saved",
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        keeper=keeper,
+        linger=timedelta(0),
+    ) as client:
+        trainer.train_step(model, 0)
+        first = client.publish(source, step=0, timeout=TIMEOUT)
+        assert first is not None
+        one = save(model, folder / "one")
+        ask("published", server, one, model)
+        trainer.train_step(model, 1)
+        source.gather()
+        two = save(model, folder / "two")
+        ask("unpublished", server, two, model)
+        second = client.publish(source, step=1, timeout=TIMEOUT)
+        assert second is not None
+        ask("published-after", server, two, model)
+        record(two, first.digest, 0)
+        ask("other-than-recorded", server, two, model)
+        with torch.no_grad():  # as a writer does that reads while the weights change
+            for parameter in (p for n, p in model.gpt.named_parameters() if n.endswith("final_layernorm.weight")):
+                parameter += 1
+        ask("torn", server, save(model, folder / "three"), model)
+        if dist.get_rank() == 0:
+            shutil.copytree(one, folder / "cut")
+            damaged = max((folder / "cut").glob("*.distcp"), key=lambda file: file.stat().st_size)
+            os.truncate(damaged, damaged.stat().st_size // 4)
+        ask("cut", server, folder / "cut", model)
+        dist.barrier()
+    filesystem_async._results_queue._manager.shutdown()
+    trainer.finish()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], Path(sys.argv[4]))
