@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from refitd.source.mapping import StridedView
 
 RELEASE = timedelta(seconds=5)
+# Over a restart of the daemon; the rest of a pull's timeout is for the bytes.
+REACH = timedelta(seconds=60)
 
 
 class Weights(dict[str, "torch.Tensor"]):
@@ -107,7 +109,7 @@ class Reader:
 
     @contextmanager
     def _leased(self, version: int, countdown: Countdown) -> Iterator[Manifest]:
-        lease = self._leasing.acquire(version, countdown)
+        lease = self._leasing.acquire(version, countdown.part(1.0, at_most=REACH))
         try:
             request = versions_pb2.GetVersionRequest(model=self._model, version=lease.version)
             reply = self._connection.call(self._connection.versions.GetVersion, request, "GetVersion", countdown)
