@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 from torch.distributed.checkpoint.storage import StorageWriter
 
@@ -25,7 +26,7 @@ from refitd.domain.fence import WriterStrategy
 
 
 def fenced_async_save(
-    state_dict: dict[str, Any],
+    state_dict: STATE_DICT_TYPE[Any],
     client: RefitClient,
     *,
     step: int,

@@ -1,12 +1,10 @@
 """Installs versions into vLLM engines that start with dummy weights, and prints what they compute after each.
 
-refit.py FOLDER TP CHECKPOINT... ; checkpoints of one architecture ("kind-seed") follow each other into one engine.
+refit.py FOLDER TP CHECKPOINT... ; checkpoints of one architecture follow each other into one engine.
 """
 
 from __future__ import annotations
 
-import gc
-import itertools
 import json
 import sys
 from datetime import timedelta
@@ -18,11 +16,7 @@ from tiny import PROMPTS, llm_args, measure, prompts, sampling, weights
 
 def main() -> None:
     folder, tp, *paths = sys.argv[1:]
-    found = []
-    for _, group in itertools.groupby(paths, key=lambda path: Path(path).name.partition("-")[0]):
-        found.append(serve(Path(folder), int(tp), list(group)))
-        gc.collect()
-    print("RESULT", json.dumps(found), flush=True)
+    print("RESULT", json.dumps(serve(Path(folder), int(tp), paths)), flush=True)
 
 
 def serve(folder: Path, tp: int, paths: list[str]) -> dict:
