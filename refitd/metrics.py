@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from refitd.control.commands import GetStatusResponse
 from refitd.domain.agent import ReplicaState
+from refitd.domain.fence import ENDABLE, FenceEnding
 from refitd.domain.version import VersionState
 
 RPC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 30, 120)
@@ -193,6 +194,13 @@ class Metrics:
     def fence_ended(self, model: str, use: str, ending: str) -> None:
         self._fences_ended.labels(model, use, ending).inc()
 
+    def fences_known(self, model: str) -> None:
+        """Agents of the model report fences: the counters that alerts watch begin at 0, or their first rise would go
+        unseen."""
+        self._fence_breaks.labels(model)
+        for use in ENDABLE:
+            self._fences_ended.labels(model, use.value, FenceEnding.EXPIRED.value)
+
     def fences_refused(self, model: str, rejections: int, dropped: int) -> None:
         self._fence_rejections.labels(model).inc(rejections)
         self._fence_entries_dropped.labels(model).inc(dropped)
@@ -262,10 +270,16 @@ def status_families(status: GetStatusResponse) -> list[Metric]:
     fences = GaugeMetricFamily(
         "refitd_fences", "Fences as agents last reported them: held, or waited for.", labels=("model", "state")
     )
+    longest_waits = GaugeMetricFamily(
+        "refitd_fence_longest_wait_seconds", "Age of the oldest wait for a fence that goes on; 0: nobody waits.",
+        labels=("model", "use"),
+    )  # fmt: skip
     checkpoints = GaugeMetricFamily("refitd_checkpoints", "Checkpoints on record.", labels=("model",))
     for model in status.models:
         fences.add_metric((model.model, "held"), model.num_fence_holders)
         fences.add_metric((model.model, "waited_for"), model.num_fence_waits)
+        for use, seconds in model.longest_fence_waits.items():
+            longest_waits.add_metric((model.model, use.value), seconds)
         checkpoints.add_metric((model.model,), model.num_checkpoints)
         open_versions = int(model.attempt is not None and model.attempt.version > 0)
         versions.add_metric((model.model, VersionState.OPEN), open_versions)
@@ -293,5 +307,5 @@ def status_families(status: GetStatusResponse) -> list[Metric]:
             replicas.add_metric((model.model, replica_state.value), count)
     return [
         revision, term, started, watchers, versions, latest, sealed_at, publishes, pins, leases, agents, replicas,
-        installed, lag, fences, checkpoints,
+        installed, lag, fences, longest_waits, checkpoints,
     ]  # fmt: skip

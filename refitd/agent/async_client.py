@@ -7,13 +7,18 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from refitd.agent.async_checkpoint import BeginningFence
+from refitd.agent.checkpoint import ACQUIRE, TTL
+from refitd.agent.checkpoints import Checkpoints
 from refitd.agent.client import CALL, PULL, RefitClient
 from refitd.agent.outcome import Result
 from refitd.agent.reader import Weights
 from refitd.agent.subscribe import RolloutChanged, VersionRetired, VersionSealed
+from refitd.domain.fence import WriterStrategy
 from refitd.domain.version import Version
 from refitd.v1 import admin_pb2
 
@@ -37,6 +42,29 @@ class AsyncRefitClient:
     async def publish(self, source: Source, step: int, **options: Any) -> Result | None:
         """See `RefitClient.publish`."""
         return await asyncio.to_thread(partial(self._client.publish, source, step, **options))
+
+    def checkpoint_fence(
+        self,
+        step: int,
+        path: str | PathLike[str] = "",
+        *,
+        strategy: WriterStrategy = WriterStrategy.SYNC,
+        timeout: timedelta = ACQUIRE,
+        ttl: timedelta = TTL,
+    ) -> BeginningFence:
+        """See `RefitClient.checkpoint_fence`.
+
+        `async with client.checkpoint_fence(step=12, path=...): await save()` wraps a save that ends with the block;
+        `fence = await client.checkpoint_fence(...)` is for one that goes on: `await fence.staged()`, and
+        `fence.release_when(task)`.
+        """
+        begin = partial(self._client.checkpoint_fence, step, path, strategy=strategy, timeout=timeout, ttl=ttl)
+        return BeginningFence(begin, lambda: self._client.checkpoints)
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """See `RefitClient.checkpoints`."""
+        return self._client.checkpoints
 
     async def subscribe(
         self, from_revision: int | None = None

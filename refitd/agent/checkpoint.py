@@ -48,17 +48,23 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True)
 class SavedWeights:
-    """Which parameters a save holds: the version with the same bytes (0: none), digest and schema ("": not known)."""
+    """Which parameters a save holds: the version with the same bytes (0: none), digest and schema ("": not known).
+
+    `stale`: they were not gathered since the last step, so they are those of no step, and of no version.
+    """
 
     version: int = 0
     digest: str = ""
     schema_hash: str = ""
+    stale: bool = False
 
 
 class Owner(Protocol):
     """What a fence tells the rank's `Checkpoints`."""
 
     def keep(self, record: CheckpointRecord, tokens: Sequence[FenceToken]) -> CheckpointRecord: ...
+
+    def overwrite(self, path: str) -> None: ...
 
     def forget(self, fence: CheckpointFence) -> None: ...
 
@@ -86,7 +92,9 @@ class CheckpointFence:
         self._moment = Moment.SCHEDULED
         self._since = time.monotonic()
         self.finaliser = finaliser
+        # This rank's part of the digest of the weights, and whether they were not gathered here.
         self.part: int | None = None
+        self.stale = False
         self.reason = ""
 
     @property
@@ -134,14 +142,26 @@ class CheckpointFence:
         """Which weights the save holds."""
         with self._lock:
             self._record = replace(
-                self._record, version=saved.version, digest=saved.digest, schema_hash=saved.schema_hash
-            )
+                self._record, version=saved.version, digest=saved.digest, schema_hash=saved.schema_hash,
+                stale=saved.stale,
+            )  # fmt: skip
+
+    def know_files(self, digest: str) -> None:
+        """What the writers wrote, of all ranks."""
+        with self._lock:
+            self._record = replace(self._record, files=digest)
 
     def adopt(self, strategy: WriterStrategy, finaliser: Finaliser | None = None, *, path: str = "") -> None:
         """A hook found out what really writes this save."""
         with self._lock:
             self._record = replace(self._record, strategy=strategy, path=self._record.path or path)
             self.finaliser = finaliser
+            self.about_to_write()
+
+    def about_to_write(self) -> None:
+        """What an earlier save left at this path is written over from now on, so nothing may vouch for it."""
+        if self._records and self.path:
+            self._owner.overwrite(self.path)
 
     def staged(self, *, keeps_addresses: bool = True) -> None:
         """The bytes are out: steps may go on. Moves still wait, unless the writer keeps no address either.
@@ -186,11 +206,11 @@ class CheckpointFence:
             self._check()
             now = time.time()
             self._record = replace(self._record, staged_at=self._record.staged_at or now, durable_at=now)
-            self._moment = Moment.DURABLE
             try:
                 if self._records:
                     self._record = self._owner.keep(self._record, self.tokens)
             finally:
+                self._moment = Moment.DURABLE  # whoever sees it finds the record
                 if not cached:
                     self._let_go()
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
+from copy import copy
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
@@ -42,7 +44,7 @@ def fenced_async_save(
     an asynchronous stager the fence reads until staging is done. The fence needs no further call.
 
     Args:
-        storage_writer: None: files under `checkpoint_id`. Two of its methods are wrapped for this save.
+        storage_writer: None: files under `checkpoint_id`. A shallow copy of it is used.
         timeout: After it the holder that is waited for is logged; the wait goes on, since other ranks wait too.
         options: More arguments of `async_save`.
 
@@ -55,10 +57,11 @@ def fenced_async_save(
             "a checkpoint written by another process cannot check its fence before it is marked complete",
             advice="use AsyncCheckpointerType.THREAD",
         )
-    writer = storage_writer or FileSystemWriter(checkpoint_id)
+    # A copy, since its methods are wrapped: the next save with the same writer has another fence.
+    writer = copy(storage_writer) if storage_writer is not None else FileSystemWriter(checkpoint_id)
     fence = client.checkpoints.begin(
-        step, path=checkpoint_id, strategy=WriterStrategy.TEMPORAL, timeout=timeout, ttl=ttl, add_up=add_up,
-        patient=True,
+        step, path=checkpoint_id, strategy=WriterStrategy.TEMPORAL, timeout=timeout, ttl=ttl,
+        add_up=add_up if _by_all_ranks(more) else None, patient=True,
     )  # fmt: skip
     _check_in(writer, fence)
     try:
@@ -72,6 +75,12 @@ def fenced_async_save(
     fence.staged_if_valid()
     fence.release_when(saving)
     return fence, saving
+
+
+def _by_all_ranks(options: Mapping[str, Any]) -> bool:
+    """Whether all ranks call; some alone cannot add up the digest of the whole, and would wait for the others."""
+    group = options.get("process_group")
+    return not options.get("no_dist") and (group is None or dist.get_world_size(group) == dist.get_world_size())
 
 
 def _check_in(writer: Any, fence: CheckpointFence) -> None:

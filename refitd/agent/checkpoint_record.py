@@ -49,11 +49,15 @@ def write_record(record: CheckpointRecord, tokens: Sequence[FenceToken]) -> Path
     target = record_path(Path(record.path))
     text = json.dumps({"format": FORMAT, "record": asdict(record), "tokens": [asdict(t) for t in tokens]}, indent=1)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(target)
+    try:
+        with partial.open("w", encoding="utf-8") as stream:
+            stream.write(text + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(target)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
     _sync_directory(target.parent)
     return target
 
@@ -78,11 +82,12 @@ def read_record(checkpoint: Path) -> CheckpointRecord | None:
         raise Invalid(f"{target} is no record of a checkpoint: {error!r}", field=str(target)) from None
 
 
-def remove_record(record: CheckpointRecord) -> None:
-    """The record turned out to be void."""
-    target = record_path(Path(record.path))
-    target.unlink(missing_ok=True)
-    _sync_directory(target.parent)
+def remove_record(path: str) -> None:
+    """The record of the checkpoint at this path turned out to be void, or its bytes are about to be written over."""
+    target = record_path(Path(path))
+    if target.exists():
+        target.unlink()
+        _sync_directory(target.parent)
 
 
 class Recorder:
@@ -103,6 +108,7 @@ class Recorder:
     def record(self, record: CheckpointRecord, tokens: Sequence[FenceToken]) -> None:
         with self._changed:
             if self._closed:
+                log.warning("the client is closed: the record of checkpoint %s is only in its file", record.path)
                 return
             self._waiting.append((record, tuple(tokens)))
             if len(self._waiting) > MAX_WAITING:
@@ -161,7 +167,7 @@ class Recorder:
             log.error("the record of checkpoint %s was refused: %s", record.path, error)
             if record.path and isinstance(error, StaleFence):  # the bytes may be torn, so nothing may vouch for them
                 with contextlib.suppress(OSError):
-                    remove_record(record)
+                    remove_record(record.path)
         except Exception:
             log.exception("the record of checkpoint %s could not be sent", record.path)
             return False

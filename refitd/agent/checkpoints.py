@@ -18,8 +18,8 @@ from os import PathLike, fspath
 from typing import Protocol
 
 from refitd.agent.checkpoint import ACQUIRE, TTL, CheckpointFence, Moment, SavedWeights
-from refitd.agent.checkpoint_record import Recorder, write_record
-from refitd.agent.domains import SAVED, Storage, acquire_all, domain_name, guard_all
+from refitd.agent.checkpoint_record import Recorder, remove_record, write_record
+from refitd.agent.domains import SAVED, Storage, acquire_all, domain_name, guard_all, release_all
 from refitd.agent.fences import FenceTable, process_fences
 from refitd.agent.finalise import Finaliser
 from refitd.domain.errors import CheckpointBusy, FenceHeld, Invalid, RefitError
@@ -37,6 +37,9 @@ class WeightsInMemory(Protocol):
 
     def saved(self, part: int | None, total: int | None) -> SavedWeights:
         """What they are, from this rank's part and, if it is known, from the sum over all ranks."""
+
+    def stale(self) -> bool:
+        """Whether a step changed them and they were not gathered since; False if that is not known. Local."""
 
 
 # Adds one number per rank up over all ranks, modulo 2**64; None where a rank knows none. Collective.
@@ -111,33 +114,52 @@ class Checkpoints:
         if strategy is WriterStrategy.UNKNOWN and not self._said:
             self._said = True
             log.warning("the checkpoint writer is not known: its fence stays a read until it is finalised")
+        record = CheckpointRecord(
+            self.model, Run(""), fspath(path), step, self.rank, self.world_size, strategy, uuid.uuid4().hex
+        )
         owner, domains = f"checkpoint of {self.model} step {step}", self.domains(storages)
         if patient:
             fences = guard_all(self.table, domains, FenceUse.READ, owner=owner, deadline=timeout)
-            for taken in fences:
-                taken.renew(ttl)
+            try:
+                for taken in fences:
+                    taken.renew(ttl)
+            except BaseException:
+                release_all(fences)
+                raise
         else:
             fences = acquire_all(self.table, domains, FenceUse.READ, owner=owner, timeout=timeout, ttl=ttl)
-        record = CheckpointRecord(
-            self.model, Run(""), fspath(path), step, self.rank, self.world_size, strategy, uuid.uuid4().hex,
-            scheduled_at=time.time(),
-        )  # fmt: skip
+        record = replace(record, scheduled_at=time.time())
         fence = CheckpointFence(self, fences, record, finaliser, self.rank == 0 if records is None else records)
         with self._lock:
             self._open.append(fence)
         try:
-            fence.part = self._part()
-            fence.know(self.what_is_saved(fence, add_up))
+            fence.part, fence.stale = self._part()
+            self.identify(fence, add_up)
+            fence.about_to_write()
         except BaseException as error:
             fence.abandon(f"{type(error).__name__}: {error}")
             raise
         return fence
 
-    def what_is_saved(self, fence: CheckpointFence, add_up: AddUp | None) -> SavedWeights:
-        """Which weights a save holds. Collective if `add_up` is given."""
-        part = fence.part
-        total = add_up(part) if add_up is not None else part if self.world_size == 1 else None
-        return self._weights.saved(part, total)
+    def identify(self, fence: CheckpointFence, add_up: AddUp | None) -> None:
+        """Notes which weights a save holds. Collective if `add_up` is given.
+
+        Weights that some rank has not gathered are said loudly, and match no version: they belong to no step.
+        """
+        part, stale = fence.part, fence.stale
+        if add_up is not None:
+            total, stale = add_up(part), bool(add_up(int(stale)))
+        else:
+            total = part if self.world_size == 1 else None
+        saved = self._weights.saved(part, total)
+        if stale:
+            log.error(
+                "the checkpoint of step %d (%s) is saved after a step whose parameters were not gathered: it matches "
+                "no version; publish, or gather (start_param_sync(force_sync=True)), before saving",
+                fence.step, fence.path,
+            )  # fmt: skip
+            saved = replace(saved, version=0, stale=True)
+        fence.know(saved)
 
     def in_the_way(self, use: FenceUse, storages: Sequence[Storage]) -> list[CheckpointFence]:
         """Saves of this rank whose fence excludes the use, oldest first."""
@@ -188,8 +210,12 @@ class Checkpoints:
         cached = [f for f in found if f.strategy is WriterStrategy.CACHED_HANDLES and f.moment is Moment.DURABLE]
         if not cached:
             return
-        for drop in drops:
-            drop()
+        try:
+            for drop in drops:
+                drop()
+        except Exception:  # on this rank only; the handles stay held until their fence expires
+            log.exception("a checkpoint writer's cached handles could not be dropped")
+            return
         if drops:
             for fence in cached:
                 fence.drop_cache()
@@ -200,21 +226,33 @@ class Checkpoints:
         return blocks[-1] if blocks else None
 
     def close(self, timeout: timedelta) -> None:
-        """Gives up open saves, and sends records that still wait, at most for `timeout`."""
+        """Gives up open saves, but for those that their writer's queue still finalises: they end there, with a file and
+        no daemon's record. Sends records that still wait, at most for `timeout`."""
         with self._lock:
             found = list(self._open)
         for fence in found:
             fence.drop_cache()
-            fence.abandon("the client was closed")
+            if fence.finaliser is None:
+                fence.abandon("the client was closed")
         self._recorder.close(timeout)
 
     def keep(self, record: CheckpointRecord, tokens: Sequence[FenceToken]) -> CheckpointRecord:
         """Called by a durable fence: the file first, then the daemon's record in the background."""
         record = replace(record, run=self._run())
         if record.path:
-            write_record(record, tokens)
-        self._recorder.record(record, tokens)
+            try:
+                write_record(record, tokens)
+            except OSError:  # the checkpoint is whole all the same, and the daemon hears of it
+                log.exception("the record of checkpoint %s could not be written beside it", record.path)
+        self._recorder.record(replace(record, version=0, digest="") if record.stale else record, tokens)
         return record
+
+    def overwrite(self, path: str) -> None:
+        """Called by a fence before its save writes to the path."""
+        try:
+            remove_record(path)
+        except OSError:
+            log.exception("the record of the checkpoint that was at %s could not be removed", path)
 
     def forget(self, fence: CheckpointFence) -> None:
         with self._lock:
@@ -229,9 +267,10 @@ class Checkpoints:
     def leave(self, fence: CheckpointFence) -> None:
         self._blocks.open.remove(fence)
 
-    def _part(self) -> int | None:
+    def _part(self) -> tuple[int | None, bool]:
+        """Must not fail on one rank alone: the others go on into a collective."""
         try:
-            return self._weights.part()
-        except RefitError as error:  # a digest that cannot be had must not cost the save
-            log.warning("the weights of this checkpoint are not identified: %s", error)
-            return None
+            return self._weights.part(), self._weights.stale()
+        except Exception as error:  # a digest that cannot be had must not cost the save
+            log.warning("the weights of this checkpoint are not identified: %s: %s", type(error).__name__, error)
+            return None, False

@@ -39,7 +39,7 @@ from refitd.agent.sources import SourceCache
 from refitd.agent.subscribe import Feed, Subscription, newest_sealed
 from refitd.config import load_client_settings
 from refitd.domain.agent import TrainerInfo
-from refitd.domain.errors import Invalid
+from refitd.domain.errors import Deadline, Invalid
 from refitd.domain.fence import WriterStrategy
 from refitd.domain.version import Evidence, Run, Version
 from refitd.rpc import convert
@@ -133,12 +133,14 @@ class RefitClient:
         self._keeper = keeper
         self._serve_fences = serve_fences
         self._lock = threading.Lock()
+        self._agreeing = threading.Lock()
+        self._closing = False
         self._poison = Poison()
         self._sources = SourceCache()
         self._publisher: Publisher | None = None
         self._trainer_session: Session | None = None
         self._endpoint: Endpoint | None = None
-        self._fence_reporter: FenceReporter | None = None
+        self._info: TrainerInfo | None = None
         self._confirmer: Confirmer | None = None
         self._arena: HostArena | None = None
         self._reader: Reader | None = None
@@ -146,6 +148,9 @@ class RefitClient:
         self._token = TokenFile(settings.token_file) if settings.token_file else None
         self._connection = Connection(settings.server, token_file=settings.token_file, ca=settings.ca)
         self._published = PublishedWeights()
+        self._fence_reporter = FenceReporter(
+            self._connection, process_fences(), self._trainer_agent, self._forget_agent, prefix=f"{model}/rank{rank}/"
+        )
         self._checkpoints = Checkpoints(
             model=model, rank=rank, world_size=world_size, run=lambda: self._agreed_run(CALL),
             weights=self._published, recorder=Recorder(recording(self._connection)),
@@ -214,11 +219,13 @@ class RefitClient:
             FenceHeld: The storage is being rewritten or moved; nothing was fenced.
         """
         self._connection.check()
+        self._fence_reporter.start()
         return self._checkpoints.begin(step, path=path, strategy=strategy, timeout=timeout, ttl=ttl)
 
     @property
     def checkpoints(self) -> Checkpoints:
         """This rank's saves: what hooks and guards of client packages work with."""
+        self._fence_reporter.start()
         return self._checkpoints
 
     def subscribe(self, from_revision: int | None = None, *, timeout: timedelta = CALL) -> Subscription:
@@ -311,16 +318,15 @@ class RefitClient:
         for subscription in list(self._subscriptions):
             subscription.close()
         self._checkpoints.close(FLUSH)
+        self._fence_reporter.close()  # its last report needs the session
         with self._lock:
+            self._closing = True
             reader, session, confirmer = self._reader, self._trainer_session, self._confirmer
-            endpoint, arena, reporter = self._endpoint, self._arena, self._fence_reporter
-            self._fence_reporter = None
+            endpoint, arena = self._endpoint, self._arena
             self._publisher = self._trainer_session = self._confirmer = self._endpoint = self._arena = None
             self._reader = None
         if reader is not None:
             reader.close()
-        if reporter is not None:
-            reporter.close()
         if session is not None:
             session.close()
         self._connection.close()
@@ -355,42 +361,68 @@ class RefitClient:
         with self._lock:
             if self._publisher is not None:
                 return self._publisher
-            run = self._agreed_run(timeout)
-            register, proof = None, run_proof(self._token, run.id)
-            proof()  # a token that cannot be read is said here, and not in the middle of a gather
-            own = f"{self.model}/rank{self._rank}/"
-            fences = FenceService(lambda domain: domain.startswith(own)) if self._serve_fences else None
-            if self._world_size > 1 and self._rank == LOWEST_RANK:
-                register = ConfirmRegister(run.id, self._world_size)
-                self._endpoint = Endpoint(register, self._advertise_host, proof, fences=fences)
-                tell_endpoint(run.id, self._endpoint.address)
-            elif fences is not None:
-                self._endpoint = Endpoint(ConfirmRegister(run.id, 1), self._advertise_host, proof, fences=fences)
-            self._confirmer = Confirmer(
-                run.id, self._rank, endpoint=self._endpoint, register=register, find=lambda: find_endpoint(run.id),
-                proof=proof,
-            )  # fmt: skip
-            address = self._endpoint.address if self._endpoint is not None else ""
-            trainer = TrainerInfo(run, self._rank, self._world_size, address)
-            session = self._trainer_session = Session(self._connection, self.model, trainer)
-            reporter = self._fence_reporter = FenceReporter(
-                self._connection, process_fences(), session.agent_id, session.forget, prefix=own
-            )
-            session.add_listener(reporter.hear)
-            session.add_registration_listener(reporter.registered)
+            session = self._join(timeout)
+            assert self._info is not None
+            assert self._confirmer is not None
+            self._fence_reporter.start()
             self._arena = HostArena(
-                self.model, str(run), self._rank, capacity=self._capacity, keeper=self._keeper, linger=self._linger
-            )
+                self.model, str(self._info.run), self._rank, capacity=self._capacity, keeper=self._keeper,
+                linger=self._linger,
+            )  # fmt: skip
             self._publisher = Publisher(
-                self._connection, self._trainer_session, self._confirmer, Snapshots(self._rank, self._arena),
-                model=self.model, trainer=trainer, capacity=self._capacity, require_evidence=self._require_evidence,
+                self._connection, session, self._confirmer, Snapshots(self._rank, self._arena),
+                model=self.model, trainer=self._info, capacity=self._capacity, require_evidence=self._require_evidence,
                 poison=self._poison, checkpoints=self._checkpoints, published=self._published,
             )  # fmt: skip
             return self._publisher
 
+    def _join(self, timeout: timedelta) -> Session:
+        """The rank's session, with its endpoint; made once, under the lock. Waits for the run, never for the daemon."""
+        if self._trainer_session is not None:
+            return self._trainer_session
+        if self._closing:
+            raise Invalid("this client is closed", advice="make a new one")
+        run = self._agreed_run(timeout)
+        register, proof = None, run_proof(self._token, run.id)
+        proof()  # a token that cannot be read is said here, and not in the middle of a gather
+        own = f"{self.model}/rank{self._rank}/"
+        fences = FenceService(lambda domain: domain.startswith(own)) if self._serve_fences else None
+        if self._world_size > 1 and self._rank == LOWEST_RANK:
+            register = ConfirmRegister(run.id, self._world_size)
+            self._endpoint = Endpoint(register, self._advertise_host, proof, fences=fences)
+            tell_endpoint(run.id, self._endpoint.address)
+        elif fences is not None:
+            self._endpoint = Endpoint(ConfirmRegister(run.id, 1), self._advertise_host, proof, fences=fences)
+        self._confirmer = Confirmer(
+            run.id, self._rank, endpoint=self._endpoint, register=register, find=lambda: find_endpoint(run.id),
+            proof=proof,
+        )  # fmt: skip
+        address = self._endpoint.address if self._endpoint is not None else ""
+        self._info = TrainerInfo(run, self._rank, self._world_size, address)
+        session = self._trainer_session = Session(self._connection, self.model, self._info)
+        session.add_listener(self._fence_reporter.hear)
+        session.add_registration_listener(self._fence_reporter.registered)
+        return session
+
+    def _trainer_agent(self, countdown: Countdown) -> str:
+        """For the fence reporter: a trainer that only saves joins too, as soon as its ranks know their run; waiting for
+        that here would hold a publish up."""
+        with self._lock:
+            session = self._join(timedelta(0))
+        return session.agent_id(countdown)
+
+    def _forget_agent(self, agent_id: str) -> None:
+        if (session := self._trainer_session) is not None:
+            session.forget(agent_id)
+
     def _agreed_run(self, timeout: timedelta) -> Run:
-        if isinstance(self._run, Run):
-            return self._run
+        """One for this client, also if a publish and the end of a save ask together."""
         if self._run is None:
-            self._run = agree_on_run(self.model, self._rank, self._world_size, timeout)
-        return Run(self._run)
+            if not self._agreeing.acquire(timeout=Countdown(timeout).seconds):
+                raise Deadline("the ranks did not agree on a run in time", advice="pass run=", phase="rendezvous")
+            try:
+                if self._run is None:
+                    self._run = agree_on_run(self.model, self._rank, self._world_size, timeout)
+            finally:
+                self._agreeing.release()
+        return self._run if isinstance(self._run, Run) else Run(self._run)

@@ -219,6 +219,8 @@ class Endpoint:
         finally:
             self._register.pauses.stop()
             await server.stop(0)
+            if self._fences is not None:
+                self._fences.close()
 
 
 def _closed() -> Invalid:

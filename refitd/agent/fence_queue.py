@@ -102,7 +102,7 @@ class Domain:
             subject = {"holder": ahead.owner, "use": str(ahead.use)}
         else:
             text = "it has just become free"
-        seconds = timeout.total_seconds()
+        seconds = max(timeout.total_seconds(), 0.0)
         return FenceHeld(
             f"{waiter.owner!r} got no {waiter.use} fence on {self.name!r} within {seconds:.1f} s; {text}",
             advice="let the holder finish, or give a longer timeout",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -16,7 +17,7 @@ from refitd.agent.connection import Connection
 from refitd.agent.countdown import Countdown
 from refitd.agent.fence_history import FenceHistory
 from refitd.agent.fences import FenceSnapshot, FenceTable
-from refitd.domain.errors import IllegalTransition, LeaseExpired, RefitError
+from refitd.domain.errors import IllegalTransition, Invalid, LeaseExpired, Limit, RefitError, StaleRun
 from refitd.domain.events import Event, FenceBroken
 from refitd.domain.fence import FenceToken
 from refitd.rpc.convert import token_from_proto
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 
 INTERVAL = timedelta(seconds=1)
 CALL = timedelta(seconds=5)
+# While something is held it is told again so often: what the daemon shows is then no older, and a break whose event was
+# lost is heard.
+REFRESH_SECONDS = 30.0
+LAST_CALL = timedelta(seconds=1)
 JOIN_SECONDS = 2.0
 # What is younger is over before anybody could look at it: a step's fences come and go within one interval.
 YOUNG_SECONDS = 0.25
@@ -34,8 +39,12 @@ YOUNG_SECONDS = 0.25
 MAX_LISTED = 256
 
 
+_Telling = tuple[tuple[object, ...], tuple[object, ...]]
+_NOTHING: _Telling = ((), ())
+
+
 class FenceReporter:
-    """Starts its thread at once; `close` ends it.
+    """`start` starts its thread, `close` ends it. Nobody is called before there is something to tell.
 
     Args:
         agent_id: The session's: registers if need be, and then blocks up to the countdown.
@@ -61,12 +70,23 @@ class FenceReporter:
         self._interval = interval.total_seconds()
         self._kept = FenceHistory()
         self._sequence = 0
-        self._told: object = None
+        self._told: _Telling | None = _NOTHING  # None: not known
+        self._told_at = 0.0
+        self._telling = _NOTHING
         self._unanswered: pb.ReportFencesRequest | None = None
         self._wake = threading.Event()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="refitd-fences", daemon=True)
-        self._thread.start()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """To be called before the first fence is taken. Does not wait. Harmless if repeated, and after `close`."""
+        if self._thread is not None:
+            return
+        with self._starting:
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(target=self._run, name="refitd-fences", daemon=True)
+                self._thread.start()
 
     def hear(self, event: Event) -> None:
         """A listener of the session: breaks the fence that an operator broke. Does not block."""
@@ -75,37 +95,50 @@ class FenceReporter:
 
     def registered(self) -> None:
         """A registration listener of the session: the daemon may have forgotten what it was told."""
-        self._told = None
+        self._told = None if self._sequence else _NOTHING
         self._wake.set()
 
     def close(self) -> None:
-        """Ends the thread; what was not sent is lost. Harmless if repeated."""
-        self._closed.set()
+        """Ends the thread, which first tries once to send what is left. Blocks up to JOIN_SECONDS. Harmless if
+        repeated.
+        """
+        with self._starting:
+            self._closed.set()
         self._wake.set()
-        if self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
 
     def _run(self) -> None:
-        while not self._closed.is_set():
+        closed = False
+        while not closed:
             self._wake.wait(self._interval)
-            if self._closed.wait(0):
-                return
+            closed = self._closed.is_set()
             self._wake.clear()
             try:
-                self._report()
-            except RefitError as error:  # the daemon is away, or this run is over: training must not notice
+                self._report(LAST_CALL if closed else CALL)
+            except StaleRun as error:
+                log.warning("the fences of this process are reported no more: %s", error)
+                return
+            except RefitError as error:  # the daemon is away: training must not notice
                 log.debug("the fences of this process were not reported: %s", error)
             except Exception:
                 log.exception("the fences of this process could not be reported")
+                self._give_up_report()
 
-    def _report(self) -> None:
+    def _report(self, timeout: timedelta) -> None:
         self._kept = self._kept.then(self._table.drain(self._prefix))
-        if self._unanswered is None:
+        snapshot = _worth_telling(self._table.snapshot(self._prefix))
+        again = self._unanswered is not None
+        if self._unanswered is None and self._news(snapshot):
             self._unanswered = self._next_report()
         if self._unanswered is None:
             return
-        countdown = Countdown(CALL)
+        self._telling, self._told_at = _identity(snapshot), time.monotonic()
         request = self._unanswered
+        del request.holders[:], request.waits[:]
+        request.holders.extend(holder_to_proto(holder) for holder in snapshot.holders)
+        request.waits.extend(wait_to_proto(wait) for wait in snapshot.waits)
+        countdown = Countdown(timeout)
         request.agent_id = self._agent_id(countdown)
         try:
             reply = self._connection.call(
@@ -114,27 +147,36 @@ class FenceReporter:
         except LeaseExpired:
             self._forget(request.agent_id)
             raise
+        except (Invalid, Limit) as error:  # it would be refused for ever, and whatever comes after it kept back
+            log.warning("a report of fences is refused, and not sent again: %s", error)
+            self._give_up_report()
+            return
         self._unanswered = None
+        self._told = None if again else self._telling  # its first sending may have been taken, and this one not
         for broken in reply.broken:
             self._break(token_from_proto(broken.token), broken.reason, broken.by)
         if self._kept:
             self._wake.set()
 
-    def _next_report(self) -> pb.ReportFencesRequest | None:
-        """None if there is nothing new. A report without an answer is sent again as it is, under its number, so that
-        what it tells is not counted twice."""
-        snapshot = _worth_telling(self._table.snapshot(self._prefix))
+    def _give_up_report(self) -> None:
+        """The same would fail again: the next one goes out when something changed, or it is time to refresh."""
+        self._unanswered, self._told = None, self._telling
+
+    def _news(self, snapshot: FenceSnapshot) -> bool:
         telling = _identity(snapshot)
-        if not self._kept and telling == (self._told or ((), ())):
-            return None
-        kept, self._told = self._kept, telling
+        due = any(telling) and time.monotonic() >= self._told_at + REFRESH_SECONDS
+        return bool(self._kept) or telling != self._told or due
+
+    def _next_report(self) -> pb.ReportFencesRequest:
+        """What ended. Without an answer it is sent again as it is, under its number, so that nothing is counted twice;
+        who holds and waits is filled in each time, or after an absence of the daemon ages would be those from before.
+        """
+        kept = self._kept
         ended, waited = kept.ended[:MAX_LISTED], kept.waited[:MAX_LISTED]
         self._kept = FenceHistory(kept.ended[len(ended) :], kept.waited[len(waited) :])
         self._sequence += 1
         return pb.ReportFencesRequest(
             incarnation=self._table.incarnation, sequence=self._sequence,
-            holders=[holder_to_proto(holder) for holder in snapshot.holders],
-            waits=[wait_to_proto(wait) for wait in snapshot.waits],
             ended=[end_to_proto(end) for end in ended], waited=[waited_to_proto(wait) for wait in waited],
             rejections=kept.rejections, dropped=kept.dropped,
         )  # fmt: skip
@@ -157,7 +199,7 @@ def _worth_telling(snapshot: FenceSnapshot) -> FenceSnapshot:
     )
 
 
-def _identity(snapshot: FenceSnapshot) -> tuple[tuple[object, ...], tuple[object, ...]]:
+def _identity(snapshot: FenceSnapshot) -> _Telling:
     """What must differ for a new report: not the ages, which the daemon counts on by itself."""
     return (
         tuple((holder.token, holder.use) for holder in snapshot.holders),

@@ -92,8 +92,11 @@ class FenceService:
                     pending.request.withdraw()
 
     def renew(self, token: FenceToken, ttl: timedelta) -> timedelta:
-        """Returns the ttl in force. Raises `StaleFence`."""
+        """Returns the ttl in force. Raises `StaleFence`; `Invalid` for a fence of this process's own."""
         ttl = min(max(ttl, MIN_TTL), MAX_TTL)
+        self._table.check(token)
+        if not self._is_remote(token):
+            raise Invalid(f"fence {token.counter} on {token.domain!r} was not given to a reader", field="token")
         self._table.renew(token, ttl)
         return ttl
 
@@ -102,8 +105,22 @@ class FenceService:
         self._table.check(token)
 
     def release(self, token: FenceToken) -> None:
-        """Ends the grant; does nothing if it is over, or of another table."""
-        self._table.release(token)
+        """Ends the grant; does nothing if it is over, of another table, or this process's own: tokens are no secret
+        (`refitd fences` shows them), and a step that lost its fence to a caller would let readers see it half done.
+        """
+        if self._is_remote(token):
+            self._table.release(token)
+
+    def close(self) -> None:
+        """Ends what was granted: nobody can ask here any more whether it is in force, so nothing read under it counts,
+        and no step need wait for it.
+        """
+        for fence in self._granted.values():
+            fence.release()
+        self._granted.clear()
+
+    def _is_remote(self, token: FenceToken) -> bool:
+        return any(holder.remote and holder.token == token for holder in self._table.holders(token.domain))
 
     def _check(self, domain: str, owner: str, request_id: str) -> None:
         for what, text in (("domain", domain), ("owner", owner), ("request_id", request_id)):

@@ -14,10 +14,11 @@ around gather and copy; checkpoint writers and whoever offloads take theirs thro
 A kept address survives a rewrite (that is what tells hold from read), so hold and rewrite go together. Requests are
 served in order of arrival wherever they exclude each other, so new readers do not starve a waiting rewriter.
 
-A token names one grant: (domain, incarnation of the table, counter). Counters only grow. A token is checked wherever
-the outcome of work done under it is accepted; it cannot stop a write under way, it makes sure that its result is
-refused. A read or hold ends early when its ttl is over, when an operator breaks it, or when it is remote and a guard
-can wait no longer; a rewrite or move never does, since bytes go on changing whatever the table says.
+A token names one grant: (domain, incarnation of the table, counter). Counters only grow, and so do the incarnations of
+one process after the other, as long as the host's clock does. A token is checked wherever the outcome of work done
+under it is accepted; it cannot stop a write under way, it makes sure that its result is refused. A read or hold ends
+early when its ttl is over, when an operator breaks it, or when it is remote and a guard can wait no longer; a rewrite
+or move never does, since bytes go on changing whatever the table says.
 """
 
 from __future__ import annotations
@@ -30,14 +31,23 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 
+from refitd.agent.arguments import duration
+from refitd.agent.countdown import LONGEST_SECONDS
+from refitd.agent.fence_grant import (
+    DEFAULT_TTL,
+    Fence,
+    FenceRequest,
+    FenceSnapshot,
+    check_request,
+    check_ttl,
+    check_use,
+)
 from refitd.agent.fence_history import FenceHistory, History
 from refitd.agent.fence_queue import Domain, Grant, Waiter
 from refitd.domain.errors import FenceHeld, IllegalTransition, Invalid, StaleFence
-from refitd.domain.fence import ENDABLE, EXCLUDES, FenceEnding, FenceHolder, FenceToken, FenceUse, FenceWait
+from refitd.domain.fence import ENDABLE, EXCLUDES, FenceEnding, FenceHolder, FenceToken, FenceUse
 
 __all__ = [
     "DEFAULT_TTL", "Fence", "FenceHistory", "FenceHolder", "FenceRequest", "FenceSnapshot", "FenceTable", "FenceToken",
@@ -46,98 +56,17 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-DEFAULT_TTL = timedelta(minutes=30)
 # Beyond any ttl in use: only a rewrite or move of this very process that never ends keeps a guard waiting so long.
 GUARD_LIMIT = timedelta(hours=4)
 GUARD_POLL_SECONDS = 0.5
 GUARD_LOG_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class FenceSnapshot:
-    """Who holds and who waits, at one moment."""
-
-    holders: tuple[FenceHolder, ...]
-    waits: tuple[FenceWait, ...]
-
-
-class Fence:
-    """One grant. Release it once, or use it as a context manager; releasing again does nothing."""
-
-    __slots__ = ("_counters", "_domain", "_table")
-
-    def __init__(self, table: FenceTable, domain: str, counter: int) -> None:
-        self._table = table
-        self._domain = domain
-        self._counters: tuple[int, ...] = (counter,)
-
-    @property
-    def token(self) -> FenceToken:
-        return FenceToken(self._domain, self._table.incarnation, self._counters[-1])
-
-    @property
-    def tokens(self) -> tuple[FenceToken, ...]:
-        """This grant's token and those it had before each downgrade, oldest first."""
-        return tuple(FenceToken(self._domain, self._table.incarnation, counter) for counter in self._counters)
-
-    def check(self) -> None:
-        """Raises `StaleFence` if this grant is over."""
-        self._table.check(self.token)
-
-    def renew(self, ttl: timedelta = DEFAULT_TTL) -> None:
-        """The grant lives for `ttl` from now on. Raises `StaleFence`, or `IllegalTransition` for what never expires."""
-        self._table.renew(self.token, ttl)
-
-    def downgrade(self, use: FenceUse = FenceUse.READ, *, ttl: timedelta | None = None) -> FenceToken:
-        """As `FenceTable.downgrade`; the token before is stale then."""
-        token = self._table.downgrade(self.token, use, ttl=ttl)
-        self._counters = (*self._counters, token.counter)
-        return token
-
-    def release(self) -> None:
-        self._table._release(self._domain, self._counters[-1])
-
-    def __enter__(self) -> Fence:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
-class FenceRequest:
-    """A place in the queue of a domain. Poll it until it is granted, or withdraw it; made by `FenceTable.request`."""
-
-    def __init__(self, table: FenceTable, domain: Domain, waiter: Waiter) -> None:
-        self._table, self._domain, self._waiter = table, domain, waiter
-
-    def poll(self) -> Fence | None:
-        """The fence once it is granted, else None. Does not wait. Grants whose ttl is over are ended first."""
-        return self._table._poll(self._domain, self._waiter)
-
-    def withdraw(self) -> None:
-        """Gives the place, or the grant, up."""
-        self._table._give_up(self._domain, self._waiter)
-
-    def next_expiry(self) -> float:
-        """Seconds until the next grant of the domain expires; inf if none does. Poll again then."""
-        return self._table._next_expiry(self._domain)
-
-    def held(self, timeout: timedelta) -> FenceHeld:
-        """The error that says who stands in the way."""
-        return self._table._held(self._domain, self._waiter, timeout)
-
-    def revoke_remote(self, reason: str) -> tuple[FenceHolder, ...]:
-        """Ends the remote grants that stand in the way; returns them."""
-        return self._table._revoke_remote(self._domain, self._waiter.use, reason)
-
-
 class FenceTable:
     """All domains of one process. Every method may be called from any thread; only `acquire` and `guard` wait."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.incarnation = uuid.uuid4().hex
+        self.incarnation = _new_incarnation()
         self._clock = clock
         self._lock = threading.Lock()
         self._domains: dict[str, Domain] = {}
@@ -157,17 +86,21 @@ class FenceTable:
 
         Raises:
             FenceHeld: Not granted in time; use, owner and age of whoever stood in the way are named.
+            Invalid: Not a use, no timedelta, ...; nothing was queued.
         """
+        check_request(domain, use, owner, ttl)
+        seconds = duration("timeout", timeout).total_seconds()
         if (free := self._take_free(domain, use, owner, ttl)) is not None:
             return free
         wake = threading.Event()
         request = self.request(domain, use, owner=owner, ttl=ttl, notify=wake.set)
-        deadline = self._clock() + timeout.total_seconds()
+        deadline = self._clock() + seconds
         try:
             while (fence := request.poll()) is None:
-                left, expiry = deadline - self._clock(), request.next_expiry()
-                woken = left > 0 and wake.wait(min(left, expiry))
-                if not woken and left <= expiry:  # not even the clock is asked again: a stopped one must not hang this
+                left = deadline - self._clock()
+                pause = min(left, request.next_expiry(), LONGEST_SECONDS)
+                woken = pause > 0 and wake.wait(pause)
+                if not woken and pause == left:  # not even the clock is asked again: a stopped one must not hang this
                     if (fence := request.poll()) is not None:
                         break
                     raise request.held(timeout)
@@ -198,6 +131,8 @@ class FenceTable:
         Raises:
             FenceHeld: At the limit.
         """
+        check_request(domain, use, owner, DEFAULT_TTL)
+        longest = max(duration("limit", limit), duration("deadline", deadline))
         if (free := self._take_free(domain, use, owner, DEFAULT_TTL)) is not None:
             return free
         start, said = self._clock(), -math.inf
@@ -207,8 +142,8 @@ class FenceTable:
             while (fence := request.poll()) is None:
                 waited = self._clock() - start
                 left = deadline.total_seconds() - waited
-                if waited >= max(limit, deadline).total_seconds():
-                    raise request.held(max(limit, deadline))
+                if waited >= longest.total_seconds():
+                    raise request.held(longest)
                 if left <= 0:
                     if request.revoke_remote(f"{owner!r} could wait no longer"):
                         continue
@@ -239,10 +174,9 @@ class FenceTable:
             notify: Called under the table's lock when the request is granted; must neither block nor call the table.
 
         Raises:
-            Invalid: No domain, no owner, or a remote rewrite or move.
+            Invalid: No domain, no owner, not a use, or a remote rewrite or move.
         """
-        if not domain or not owner:
-            raise Invalid("a fence needs a domain and an owner", advice="name both")
+        check_request(domain, use, owner, ttl)
         if remote and use not in ENDABLE:
             raise Invalid(f"a remote {use} fence is not given", advice="only the owner rewrites or moves its storage")
         with self._lock:
@@ -261,6 +195,7 @@ class FenceTable:
 
     def renew(self, token: FenceToken, ttl: timedelta = DEFAULT_TTL) -> None:
         """The grant lives for `ttl` from now on. Raises `StaleFence`, or `IllegalTransition` for what never expires."""
+        check_ttl(ttl)
         with self._lock:
             _, grant = self._find(token)
             if grant.use not in ENDABLE:
@@ -277,6 +212,9 @@ class FenceTable:
 
         Raises `StaleFence`, or `IllegalTransition` if the grant excludes no more than `use` does.
         """
+        check_use(use)
+        if ttl is not None:
+            check_ttl(ttl)
         with self._lock:
             place, grant = self._find(token)
             if not EXCLUDES[use] < EXCLUDES[grant.use]:
@@ -344,8 +282,6 @@ class FenceTable:
 
     def _take_free(self, domain: str, use: FenceUse, owner: str, ttl: timedelta) -> Fence | None:
         """The way of almost every call: nobody waits, and no grant stands in the way."""
-        if not domain or not owner:
-            return None
         with self._lock:
             place = self._domains.get(domain)
             if place is None:
@@ -358,7 +294,7 @@ class FenceTable:
         """In a forked child: it owns no storage, so what was granted before is over here, and a lock that a thread of
         the parent held is free."""
         self._lock = threading.Lock()
-        self.incarnation = uuid.uuid4().hex
+        self.incarnation = _new_incarnation()
         self._domains = {}
 
     # Under the lock
@@ -399,6 +335,13 @@ class FenceTable:
         del place.grants[grant.counter]
         self._history.ended_early(place, grant, self._clock(), ending, reason)
 
+    def _let_go(self, place: Domain, grant: Grant) -> None:
+        """Its holder ends it. A token from before a downgrade ends it too: a `close` in another thread may know no
+        other yet.
+        """
+        del place.grants[grant.counter]
+        self._history.released(place, grant, self._clock())
+
     def _find(self, token: FenceToken) -> tuple[Domain, Grant]:
         place = self._domains.get(token.domain)
         if place is not None and token.incarnation == self.incarnation:
@@ -427,9 +370,9 @@ class FenceTable:
             place = self._domains.get(domain)
             if place is None:
                 return
-            grant = place.grants.pop(counter, None)
+            grant = place.grants.get(counter) or place.named(counter)
             if grant is not None:
-                self._history.released(place, grant, self._clock())
+                self._let_go(place, grant)
                 self._serve(place)
 
     def _poll(self, place: Domain, waiter: Waiter) -> Fence | None:
@@ -440,13 +383,13 @@ class FenceTable:
 
     def _give_up(self, place: Domain, waiter: Waiter) -> None:
         with self._lock:
-            now = self._clock()
             if waiter.grant is not None:
-                if place.grants.pop(waiter.grant.counter, None) is not None:
-                    self._history.released(place, waiter.grant, now)
+                grant = place.named(waiter.grant.counter)
+                if grant is not None:
+                    self._let_go(place, grant)
             elif waiter in place.waiters:
                 place.waiters.remove(waiter)
-                self._history.waited(place, waiter, now, granted=False)
+                self._history.waited(place, waiter, self._clock(), granted=False)
             self._serve(place)  # whoever waited only behind this one may go on
 
     def _next_expiry(self, place: Domain) -> float:
@@ -466,6 +409,11 @@ class FenceTable:
                 self._end_early(place, grant, FenceEnding.REVOKED, reason)
             self._serve(place)
             return holders
+
+
+def _new_incarnation() -> str:
+    """Sorts by the time of its making."""
+    return f"{time.time_ns():016x}{uuid.uuid4().hex[:16]}"
 
 
 _tables: weakref.WeakSet[FenceTable] = weakref.WeakSet()

@@ -14,6 +14,7 @@ from refitd.agent.checkpoint import SavedWeights
 from refitd.agent.snapshot import RankShares, Snapshots
 from refitd.domain.digest import MASK64, digest_text
 from refitd.domain.layout import Layout
+from refitd.domain.version import GatherNeed
 from refitd.source.base import WeightSource
 
 
@@ -63,6 +64,16 @@ class PublishedWeights:
         if source is None or source.layout() != last.layout:
             return None
         return snapshots.part(last.layout, last.layout_hash, source.buffers(), last.shares)
+
+    def stale(self) -> bool:
+        """Whether the source must gather before its parameters are those of one step; False before the first version.
+
+        Looks at flags and storages. To be called on the thread that trains. Raises what the source's check raises.
+        """
+        with self._lock:
+            last = self._last[0] if self._last else None
+        source = last.source() if last is not None else None
+        return source is not None and source.check()[0] is GatherNeed.NEEDED
 
     def saved(self, part: int | None, total: int | None) -> SavedWeights:
         """The version with these bytes. Without the sum over all ranks this rank's own part decides."""

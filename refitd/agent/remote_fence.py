@@ -7,6 +7,8 @@ Knows no tensors and not the daemon.
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -18,7 +20,8 @@ import grpc
 
 from refitd.agent.connection import Backoff
 from refitd.agent.countdown import Countdown
-from refitd.domain.errors import Deadline, FenceHeld, RefitError, Unavailable
+from refitd.agent.fence_grant import check_request, check_ttl
+from refitd.domain.errors import Deadline, FenceHeld, Invalid, RefitError, Unavailable, Unsupported
 from refitd.domain.fence import FenceToken, FenceUse
 from refitd.rpc.channel import open_channel
 from refitd.rpc.convert import duration_from_proto, duration_to_proto, token_from_proto, token_to_proto
@@ -28,6 +31,8 @@ from refitd.v1 import endpoint_pb2 as pb
 from refitd.v1 import endpoint_pb2_grpc as pb_grpc
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 # Long enough for a pull of one rank's buffers, short enough that a dead reader is soon forgotten.
 TTL = timedelta(seconds=30)
@@ -53,16 +58,17 @@ class RemoteFence:
 
     def renew(self, ttl: timedelta = TTL, *, timeout: timedelta = CALL) -> None:
         """The grant lives for `ttl` from now on. Raises `StaleFence` if it is over."""
+        check_ttl(ttl)
         request = pb.RenewFenceRequest(token=token_to_proto(self.token), ttl=duration_to_proto(ttl))
         self.ttl = duration_from_proto(self._owner._call("RenewFence", request, Countdown(timeout)).ttl)
 
     def release(self, *, timeout: timedelta = CALL) -> None:
-        """Ends the grant. If the owner cannot be reached nothing is raised: the ttl ends it."""
+        """Ends the grant. Raises nothing if that fails, so that it hides no error of the block: the ttl ends it."""
         request = pb.ReleaseFenceRequest(token=token_to_proto(self.token))
         try:
-            self._owner._call("ReleaseFence", request, Countdown(timeout))
-        except (Unavailable, Deadline):
-            return
+            self._owner._call("ReleaseFence", request, Countdown(min(timeout, self.ttl)))
+        except RefitError as error:
+            log.info("fence %d on %r is left to its ttl: %s", self.token.counter, self.token.domain, error)
 
     def __enter__(self) -> RemoteFence:
         return self
@@ -84,6 +90,7 @@ class RemoteFences:
     def __init__(self, address: str, *, metadata: Callable[[], tuple[tuple[str, str], ...]] = tuple) -> None:
         self.address = address
         self._metadata = metadata
+        self._pid = os.getpid()
         self._channel = open_channel(address)
         self._stub = pb_grpc.EndpointServiceStub(self._channel)
 
@@ -99,9 +106,10 @@ class RemoteFences:
         """Blocks until the owner grants it, at most `timeout`.
 
         Raises:
-            FenceHeld: Not granted in time; the holder is named. Invalid: Not a domain of that process.
-            Unavailable: The owner cannot be reached.
+            FenceHeld: Not granted in time; the holder is named. Invalid: Not a domain of that process, not a use, ...
+            Unavailable: The owner cannot be reached. StaleFence: The answer was lost, and found when it was over.
         """
+        check_request(domain, use, owner, ttl)
         request = pb.AcquireFenceRequest(
             domain=domain, use=use_to_proto(use), owner=owner, ttl=duration_to_proto(ttl), request_id=uuid.uuid4().hex
         )
@@ -134,7 +142,9 @@ class RemoteFences:
             return result
 
     def close(self) -> None:
-        self._channel.close()
+        """Harmless if repeated. In a forked child it does nothing: the channel is the parent's."""
+        if os.getpid() == self._pid:
+            self._channel.close()
 
     def __enter__(self) -> RemoteFences:
         return self
@@ -146,12 +156,16 @@ class RemoteFences:
 
     def _call(self, name: str, request: Any, countdown: Countdown) -> Any:
         """Unary, repeated while the owner is unreachable and time is left: every one of these is harmless to repeat."""
+        if os.getpid() != self._pid:
+            raise Unsupported("these fences were taken by another process", advice="open RemoteFences in the child")
         backoff, last = Backoff(first=0.05, most=0.5), None
         while True:
             try:
                 return getattr(self._stub, name)(request, timeout=countdown.seconds, metadata=self._metadata())
             except grpc.RpcError as failure:
                 error: RefitError = from_rpc_error(failure, server=self.address, method=name)
+            except ValueError:  # grpc's answer to a call on a closed channel
+                raise Invalid("these fences are closed", advice="open RemoteFences anew") from None
             if not isinstance(error, Unavailable):
                 raise (last or error) if isinstance(error, Deadline) else error
             last = error

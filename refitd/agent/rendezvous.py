@@ -21,13 +21,13 @@ _made_lock = threading.Lock()
 
 
 def agree_on_run(model: str, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A run id that all ranks share and no other launch has. Every rank calls it, equally often per model.
+    """A run id that all ranks share and no other launch has. Every rank calls it until it has one, once per client.
 
-    Blocks on ranks other than 0 until rank 0 called.
+    Blocks on ranks other than 0 until rank 0 called; with a timeout of 0 it only looks.
 
     Raises:
         Invalid: There are several ranks and no process group to agree through.
-        Deadline: Rank 0 did not come.
+        Deadline: Rank 0 did not come; the next call asks for the same.
     """
     if world_size == 1:
         return uuid.uuid4().hex
@@ -39,14 +39,14 @@ def agree_on_run(model: str, rank: int, world_size: int, timeout: timedelta) -> 
             field="run",
         )
     with _made_lock:
-        number = _made[model]
-        _made[model] += 1
-    key = f"{PREFIX}/run/{model}/{number}"
-    if rank == 0:
-        run = uuid.uuid4().hex
-        store.set(key, run)
+        key = f"{PREFIX}/run/{model}/{_made[model]}"
+        if rank == 0:
+            run = uuid.uuid4().hex
+            store.set(key, run)
+        else:
+            run = _get(store, key, timeout, f"rank 0 made no client of {model!r} in {timeout.total_seconds():.0f} s")
+        _made[model] += 1  # a call that failed is not counted, or this rank would wait for a key that never comes
         return run
-    return _get(store, key, timeout, f"rank 0 made no client of {model!r} within {timeout.total_seconds():.0f} s")
 
 
 def tell_endpoint(run_id: str, address: str) -> None:
@@ -67,9 +67,13 @@ def find_endpoint(run_id: str) -> str:
 
 def _get(store: Any, key: str, timeout: timedelta, message: str) -> str:
     try:
-        store.wait([key], timeout)
+        if timeout > timedelta(0):
+            store.wait([key], timeout)
+        there = store.check([key])
     except RuntimeError:  # torch's DistStoreError among them
-        raise Deadline(message, advice="make the client on every rank", phase="rendezvous", ranks=[0]) from None
+        there = False
+    if not there:
+        raise Deadline(message, advice="make the client on every rank", phase="rendezvous", ranks=[0])
     return cast(bytes, store.get(key)).decode()
 
 

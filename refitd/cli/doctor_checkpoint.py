@@ -44,10 +44,12 @@ BATCH_BYTES = 1 << 30
 
 class Verdict(StrEnum):
     """VERSION: the bytes of a published version. RECORDED: those of the record made when it was saved, which no known
-    version has. TORN: neither, though a record or a kept version says what it should be. UNKNOWN: nothing is known."""
+    version has. STALE: as RECORDED, but saved after a step and before its gather, so it is the weights of no step.
+    TORN: neither, though a record or a kept version says what it should be. UNKNOWN: nothing is known."""
 
     VERSION = "version"
     RECORDED = "recorded"
+    STALE = "stale"
     TORN = "torn"
     UNKNOWN = "unknown"
 
@@ -59,6 +61,18 @@ class Comparison:
     version: int
     differing: tuple[str, ...]
     tensors: int
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a record says that the weights were when the save was scheduled ("": not known), and the digest of the files
+    that were written for it; `durable_at`: seconds since the epoch."""
+
+    digest: str
+    step: int
+    durable_at: float = 0.0
+    stale: bool = False
+    files: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ def doctor_checkpoint(
 ) -> None:
     """Say which published version a saved checkpoint holds, or that it is torn. Exit code 0 if it holds what it should.
 
-    Reads every weight of the checkpoint once, and a version that is still kept where bytes differ.
+    Reads the checkpoint with its checksums, and a version that is still kept where bytes differ.
     """
     with errors_as_exit_codes(as_json), connect(server, timeout) as connection:
         saved_module = _reader()
@@ -102,7 +116,7 @@ def doctor_checkpoint(
             records = records_of(connection, name, path)
         except Unavailable as error:
             notes.append(f"the daemon does not answer ({error.message}); only the record beside the checkpoint counts")
-        recorded, step = recorded_digest(path, records)
+        recorded = recorded_weights(path, records, notes)
         compared: list[Comparison] = []
         if not any(saved.digest == version.digest for version in versions if version.digest):
             for version in kept(versions, saved.schema_hash):
@@ -110,7 +124,8 @@ def doctor_checkpoint(
                     compared.append(compare(connection, saved_module, saved, name, version))
                 except RefitError as error:
                     notes.append(f"version {version.version} can't be read from here: {error.message}")
-        report = judge(saved.digest, saved.broken, versions, recorded, step, compared, notes)
+        files = saved_module.files_of(path) if recorded and recorded.files and not saved.broken else ""
+        report = judge(saved.digest, saved.broken, versions, recorded, compared, notes, files=files)
     if as_json:
         print(render.dump(_json(report)))
     else:
@@ -123,22 +138,26 @@ def judge(
     digest: str,
     broken: Mapping[str, str],
     versions: Sequence[versions_pb2.Version],
-    recorded: str,
-    recorded_step: int,
+    recorded: Recorded | None,
     compared: Sequence[Comparison],
     notes: Sequence[str] = (),
+    *,
+    files: str = "",
 ) -> Report:
-    """The verdict. `recorded`: the digest that the weights had when the save was scheduled, "" if nobody knows."""
+    """The verdict. `recorded`: None if nobody knows what was saved; `files`: digest of the files as they are."""
     if broken:
         first = next(iter(broken))
         text = f"{len(broken)} tensors are not whole: {first} ({broken[first]})"
         return Report(Verdict.TORN, text, "", tensors=tuple(broken), notes=tuple(notes))
-    if recorded and digest != recorded:
+    if recorded and recorded.files and files != recorded.files:
+        what = f"its files are not all those that were written at step {recorded.step}"
+        return _torn(what, digest, min(compared, key=lambda item: len(item.differing), default=None), notes)
+    if recorded and recorded.digest and digest != recorded.digest:
         closest = min(compared, key=lambda item: len(item.differing), default=None)
-        expected = next((v for v in versions if v.digest == recorded), None)
+        expected = next((v for v in versions if v.digest == recorded.digest), None)
         if expected is not None:
             closest = next((item for item in compared if item.version == expected.version), closest)
-        what = f"it was recorded with digest {recorded} at step {recorded_step}, and its weights have {digest}"
+        what = f"it was recorded with digest {recorded.digest} at step {recorded.step}, and its weights have {digest}"
         return _torn(what, digest, closest, notes)
     sealed = [version for version in versions if version.digest and version.digest == digest]
     if sealed:
@@ -146,9 +165,15 @@ def judge(
         others = f" (and of {', '.join(f'v{v.version}' for v in sealed[:-1])})" if len(sealed) > 1 else ""
         text = f"these are the bytes of version {found.version}, step {found.step}{others}"
         return Report(Verdict.VERSION, text, digest, found.version, found.step, notes=tuple(notes))
+    if recorded and recorded.stale:
+        text = (
+            f"these are the bytes that were recorded at step {recorded.step}, before the step's parameters were "
+            "gathered: they are the weights of no step, and only the optimizer's masters are"
+        )
+        return Report(Verdict.STALE, text, digest, step=recorded.step, notes=tuple(notes))
     if recorded:
-        text = f"these are the bytes that were recorded at step {recorded_step}; no version is known that has them"
-        return Report(Verdict.RECORDED, text, digest, step=recorded_step, notes=tuple(notes))
+        text = f"these are the bytes that were recorded at step {recorded.step}; no version is known that has them"
+        return Report(Verdict.RECORDED, text, digest, step=recorded.step, notes=tuple(notes))
     partly = [item for item in compared if 0 < len(item.differing) < item.tensors]
     if partly:
         closest = min(partly, key=lambda item: len(item.differing))
@@ -191,13 +216,19 @@ def model_sizes(
     return known[family], saved_module.Heads(heads, kv_heads, vocab_size)
 
 
-def recorded_digest(path: Path, records: Sequence[fences_pb2.CheckpointRecord]) -> tuple[str, int]:
-    """Digest and step of the daemon's newest record of this path, or else of the file beside it; ("", -1) if none."""
-    for record in records:
-        if record.digest:
-            return record.digest, record.step
-    local = importlib.import_module("refitd.agent.checkpoint_record").read_record(path)
-    return (local.digest, local.step) if local is not None and local.digest else ("", -1)
+def recorded_weights(path: Path, records: Sequence[fences_pb2.CheckpointRecord], notes: list[str]) -> Recorded | None:
+    """What the newest record of this path says: the daemon's, or the file's beside it, which the daemon may not have
+    heard of. None if there is none that knows what was saved; an unreadable file becomes a note."""
+    found = [Recorded(r.digest, r.step, r.durable_at.ToNanoseconds() / 1e9) for r in records if r.digest]
+    try:
+        local = importlib.import_module("refitd.agent.checkpoint_record").read_record(path)
+    except Invalid as error:
+        notes.append(error.message)
+        local = None
+    if local is not None and (local.digest or local.files):
+        found.append(Recorded(local.digest, local.step, local.durable_at, local.stale, local.files))
+    # Of one and the same save the file says more; its time went through fewer roundings.
+    return max(found, key=lambda record: (round(record.durable_at, 3), bool(record.files)), default=None)
 
 
 def records_of(connection: Connection, model: str, path: Path) -> list[fences_pb2.CheckpointRecord]:

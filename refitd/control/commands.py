@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from refitd.domain.agent import EngineInfo, ReplicaState, Role, TrainerInfo, TransportKind
 from refitd.domain.errors import Problem
+from refitd.domain.fence import FenceUse
 from refitd.domain.version import ArenaSlot, DecisionKind, Evidence, GatherNeed, HandOut, Run, Version, VersionState
 
 
@@ -400,6 +401,7 @@ class ModelStatus:
     num_fence_holders: int = 0
     num_fence_waits: int = 0
     num_checkpoints: int = 0
+    longest_fence_waits: Mapping[FenceUse, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from refitd.control.records import FenceReport, StoredBreak
 from refitd.control.state import State
 from refitd.domain.errors import FenceNotFound, IllegalTransition, Invalid, Limit, StaleFence
 from refitd.domain.events import FenceBroken
-from refitd.domain.fence import ENDABLE, FenceBreak, FenceHolder, FenceToken
+from refitd.domain.fence import ENDABLE, FenceBreak, FenceHolder, FenceToken, FenceUse
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,16 @@ class Fences:
         """Holders and waits of a model's live agents."""
         agents = [report for report in self._state.fences.values() if self._model_of(report) == model]
         return sum(len(report.holders) for report in agents), sum(len(report.waits) for report in agents)
+
+    def longest_waits(self, model: str) -> dict[FenceUse, float]:
+        """For how many seconds somebody waits by now, at most, for each use of a model's storage; 0: nobody waits."""
+        longest = dict.fromkeys(FenceUse, 0.0)
+        for report in self._state.fences.values():
+            if self._model_of(report) == model:
+                passed = max(self._clock.wall() - report.reported_at, 0.0)
+                for wait in report.waits:
+                    longest[wait.use] = max(longest[wait.use], wait.age_seconds + passed)
+        return longest
 
     def break_fence(self, request: f.BreakFenceRequest) -> tuple[FenceBreak, ...]:
         """Breaks one token of a domain, or every read and hold of it. The same request again: the same breaks.

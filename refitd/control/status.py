@@ -61,6 +61,7 @@ class Status:
             model.record.last_problem,
             *self._fences.counts(model.name),
             self._checkpoints.count(model.name),
+            self._fences.longest_waits(model.name),
         )
 
     def _attempt(self, model: ModelState) -> c.AttemptStatus | None:

@@ -34,9 +34,11 @@ EXCLUDES: dict[FenceUse, frozenset[FenceUse]] = {
 ENDABLE = frozenset({FenceUse.READ, FenceUse.HOLD})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class FenceToken:
-    """Names one grant. `counter` grows with every grant of a table; `incarnation` is fresh per table."""
+    """Names one grant. `counter` grows with every grant of a table; `incarnation` is fresh per table, and sorts behind
+    those of the tables before it. So a domain's tokens only grow.
+    """
 
     domain: str
     incarnation: str
@@ -133,6 +135,8 @@ class CheckpointRecord:
         digest: Of the published parameters when the save was scheduled, 16 hexadecimal digits; "": not known.
         scheduled_at, staged_at, durable_at: Seconds since the epoch.
         request_id: Unique per save; makes a resent record harmless.
+        stale: The parameters were not gathered since the last step; kept in the file only, the daemon gets no digest.
+        files: Digest of the written files, 16 hexadecimal digits; "": not known. Kept in the file only.
     """
 
     model: str
@@ -149,3 +153,5 @@ class CheckpointRecord:
     scheduled_at: float = 0.0
     staged_at: float = 0.0
     durable_at: float = 0.0
+    stale: bool = False
+    files: str = ""

@@ -134,7 +134,7 @@ _DENSE: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def _experts(router: str, bias: str, expert: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def _experts(router: str, expert: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     """A router, and experts in modules of their own (SequentialMLP) or grouped (TEGroupedMLP)."""
     inner = (Target(_H + f"{expert}.{gate}.weight", ("expert_ffn", "hidden")),
              Target(_H + f"{expert}.{up}.weight", ("expert_ffn", "hidden")))  # fmt: skip
@@ -142,7 +142,6 @@ def _experts(router: str, bias: str, expert: str, gate: str, up: str, down: str)
     one = _M + "mlp.experts.local_experts.{expert}."
     return (
         Rule(_M + "mlp.router.weight", Cut.WHOLE, (Target(_H + router, ("experts", "hidden")),)),
-        Rule(_M + "mlp.router.expert_bias", Cut.WHOLE, (Target(_H + bias, ("experts",)),), only_if="router_bias"),
         Rule(one + "linear_fc1.weight", Cut.GATE_UP, inner),
         Rule(one + "linear_fc2.weight", Cut.COLUMNS, outer),
         Rule(_M + "mlp.experts.linear_fc1.weight{expert}", Cut.GATE_UP, inner),
@@ -184,17 +183,17 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-# Neither checkpoint format has a place for router biases; they keep the name that DeepSeek-V3 and its kin use.
-_BIAS = "gate.e_score_correction_bias"
+# Neither checkpoint format has a place for router biases, and an engine would leave out what it has no place for, so a
+# model with them is refused: there is no rule.
 MOE_FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         Family("qwen3_moe", "qwen3_moe", "Qwen3MoeForCausalLM",
-               _COMMON + _QK_NORM + _experts("mlp.gate.weight", "mlp." + _BIAS, "mlp.experts.{expert}",
-                                             "gate_proj", "up_proj", "down_proj"), qk_norm=True, experts=True),
+               _COMMON + _QK_NORM + _experts("mlp.gate.weight", "mlp.experts.{expert}", "gate_proj", "up_proj",
+                                             "down_proj"), qk_norm=True, experts=True),
         Family("mixtral", "mixtral", "MixtralForCausalLM",
-               _COMMON + _experts("block_sparse_moe.gate.weight", "block_sparse_moe." + _BIAS,
-                                  "block_sparse_moe.experts.{expert}", "w1", "w3", "w2"), experts=True),
+               _COMMON + _experts("block_sparse_moe.gate.weight", "block_sparse_moe.experts.{expert}",
+                                  "w1", "w3", "w2"), experts=True),
     )
 }  # fmt: skip
 

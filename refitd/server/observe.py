@@ -133,6 +133,7 @@ class ControlObserver:
         log_event(logger, "agent.ended", model=agent.model, agent=str(agent), role=agent.role.value, why=agent.ended)
 
     def fences_reported(self, agent: Agent, report: ReportFencesRequest) -> None:
+        self._metrics.fences_known(agent.model)
         for wait in report.waited:
             self._metrics.fence_waited(agent.model, wait.use.value, wait.granted, wait.waited_seconds)
         for end in report.ended:

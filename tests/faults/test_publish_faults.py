@@ -19,7 +19,7 @@ from refit_client import RefitClient, VersionSealed
 
 FORKING = Path(__file__).parents[1] / "procs" / "forking.py"
 # Of a publish that is going to fail, in seconds; and what a loaded machine may add before a rank counts as hung.
-TIMEOUT, SLACK = 12.0, 8.0
+TIMEOUT, SLACK = 8.0, 4.0
 
 
 @pytest.fixture

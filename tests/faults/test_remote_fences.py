@@ -189,6 +189,58 @@ def test_an_endpoint_without_fences_and_none_at_all_say_so() -> None:
             fences.acquire("d", owner="reader", timeout=SHORT)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"use": "read"}, {"ttl": 5}, {"ttl": timedelta(0)}, {"timeout": 5}, {"owner": 7}, {"domain": None}],
+    ids=str,
+)
+def test_a_reader_that_asks_wrongly_is_told_so(owner: Owner, remote: RemoteFences, wrong: dict[str, Any]) -> None:
+    with pytest.raises(Invalid):
+        remote.acquire(**{"domain": "d", "owner": "reader", "timeout": LONG, **wrong})
+    assert owner.table.snapshot() == FenceTable().snapshot()
+
+
+def test_fences_that_are_closed_say_so_and_hide_no_error_of_the_block(owner: Owner) -> None:
+    fences = RemoteFences(owner.endpoint.address)
+    fence = fences.acquire("d", owner="reader", timeout=LONG, ttl=SHORT)
+    with pytest.raises(ZeroDivisionError), fence, fences, fences:  # closed twice before it is released
+        raise ZeroDivisionError
+    for call in (fence.check, fence.renew, lambda: fences.acquire("d", owner="late", timeout=LONG)):
+        with pytest.raises(Invalid, match="closed"):
+            call()
+    fence.release()
+    until(lambda: not owner.table.holders("d"))
+
+
+def test_a_reader_whose_owner_is_gone_is_not_held_up_for_longer_than_its_ttl(owner: Owner) -> None:
+    endpoint = Endpoint(
+        ConfirmRegister("run", 1), "127.0.0.1", fences=FenceService(lambda domain: True, table=owner.table)
+    )
+    with RemoteFences(endpoint.address) as fences:
+        fence = fences.acquire("d", owner="reader", timeout=LONG, ttl=SHORT)
+        endpoint.close()
+        assert owner.table.holders("d") == ()  # nobody can validate any more, so no step need wait
+        fence.release(timeout=timedelta(days=1))
+        with pytest.raises(Unavailable):
+            fence.check(timeout=SHORT)
+
+
+def test_a_forked_child_does_not_use_its_parents_way_to_the_owner(remote: RemoteFences) -> None:
+    fence = remote.acquire("d", owner="reader", timeout=LONG)
+    child = os.fork()
+    if child == 0:
+        try:
+            fence.release()
+            fence.check()
+        except Unsupported:
+            remote.close()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    fence.check()
+    fence.release()
+
+
 def test_a_validated_read_is_returned_and_one_that_was_overtaken_is_not(owner: Owner, remote: RemoteFences) -> None:
     assert remote.read_fenced("d", owner.file.read_bytes, owner="reader", timeout=LONG) == bytes([1]) * SIZE
 

@@ -18,7 +18,11 @@ SCRIPT = Path(__file__).parents[1] / "megatron" / "agreement_rank.py"
 @pytest.mark.megatron
 @pytest.mark.parametrize(
     ("group", "kinds"),
-    [("tp", {"TP norm", "DP copy"}), ("pp", {"PP tied embedding"}), ("ep", {"router bias", "expert copy"})],
+    [
+        ("tp", {"TP norm", "DP copy", "reference swap"}),
+        ("pp", {"PP tied embedding"}),
+        ("ep", {"router bias", "expert copy"}),
+    ],
     ids=["tp2_dp2", "pp2_dp2", "ep2_dp4"],
 )
 def test_drift_between_replicas_is_refused_with_tensor_and_ranks(

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from integration.daemon_process import WAIT, DaemonProcess
 from procs.ranks import Rank
 
 from refitd.agent import arena, snapshot
+from refitd.agent.checkpoint_record import read_record
 from refitd.copy.runs import Buffer, Runs
 from refitd.domain.errors import Deadline, Internal, ModelNotFound, NoRoom, RefitError, StaleRun, VersionNotFound
 from refitd.source.mapping import MappingSource
@@ -173,14 +175,23 @@ def test_weights_that_do_not_fit_the_hosts_memory_are_refused_on_all_ranks_and_s
     assert torch.equal(world.client().pull(timeout=SOON)["w"], torch.ones(1 << 10))
 
 
-def test_a_resumed_trainer_shows_by_the_digest_whether_it_publishes_the_weights_it_saved(world: World) -> None:
-    """B103, as far as there are no checkpoint records yet: the digest depends on the bytes alone."""
+def test_a_resumed_trainer_shows_by_the_digest_whether_it_publishes_the_weights_it_saved(
+    world: World, tmp_path: Path
+) -> None:
+    """B103. The digest depends on the bytes alone, and the checkpoint's record has it: whoever resumes compares."""
     actor, reference = weights(3.0), weights(0.5)
-    saved = published(world.client(run="run-1"), actor, 40).digest
-    resumed = published(world.client(run="run-2"), {name: t.clone() for name, t in actor.items()}, 40)
-    assert (resumed.digest, resumed.unchanged) == (saved, True)
+    client = world.client(run="run-1")
+    source = MappingSource(actor)
+    version = published(client, source, 40)
+    with client.checkpoint_fence(step=40, path=tmp_path):
+        torch.save(actor, tmp_path / "weights")
+    saved = read_record(tmp_path)
+    assert saved is not None
+    assert (saved.step, saved.version, saved.digest) == (40, version.version, version.digest)
+    resumed = published(world.client(run="run-2"), torch.load(tmp_path / "weights"), 40)
+    assert (resumed.digest, resumed.unchanged) == (saved.digest, True)
     wrong = published(world.client(run="run-3"), reference, 40)
-    assert wrong.digest != saved
+    assert wrong.digest != saved.digest
     assert not wrong.unchanged
 
 

@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).parents[1] / "megatron" / "checkpoint_save_rank.py"
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_a_checkpoint_is_a_version_another_one_or_torn(kind: str, tmp_path: Path, keeper_name: str) -> None:
     with DaemonProcess(tmp_path / "state") as daemon:
-        outputs = launch(SCRIPT, 4, [daemon.address, keeper_name, kind, tmp_path], timeout=200)
+        outputs = launch(SCRIPT, 4, [daemon.address, keeper_name, kind, tmp_path], timeout=270)
     answers = {}
     for line in outputs[0].splitlines():
         if line.startswith("doctor "):
@@ -38,6 +38,10 @@ def test_a_checkpoint_is_a_version_another_one_or_torn(kind: str, tmp_path: Path
     code, answer = answers["torn"]
     assert (code, answer["verdict"], answer["version"]) == (1, "torn", 2)
     assert answer["tensors"] == ["model.norm.weight"]
-    code, answer = answers["cut"]
-    assert (code, answer["verdict"], answer["digest"]) == (1, "torn", "")
-    assert answer["tensors"]
+    for case in ("cut", "flipped"):
+        code, answer = answers[case]
+        assert (code, answer["verdict"], answer["digest"]) == (1, "torn", ""), (case, answer)
+        assert answer["tensors"]
+    assert "checksum" in answers["flipped"][1]["text"]
+    code, answer = answers["mixed"]
+    assert (code, answer["verdict"]) == (1, "torn"), answer

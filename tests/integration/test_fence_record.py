@@ -56,6 +56,7 @@ class Rank:
             self.connection, self.table, self.session.agent_id, self.session.forget, prefix="policy/rank0/",
             interval=timedelta(milliseconds=50),
         )  # fmt: skip
+        self.reporter.start()
         self.session.add_listener(self.reporter.hear)
         self.session.add_registration_listener(self.reporter.registered)
 
@@ -256,10 +257,11 @@ def test_versions_show_lists_the_checkpoints_with_the_same_bytes(daemon: DaemonP
 
 def test_waits_holders_breaks_rejections_and_records_are_counted(daemon: DaemonProcess, rank: Rank) -> None:
     def metric(name: str) -> float:
+        """-1: there is none."""
         with urllib.request.urlopen(f"http://{daemon.metrics_address}/metrics", timeout=WAIT) as answer:
             lines = answer.read().decode().splitlines()
         values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)]
-        return sum(values)
+        return sum(values) if values else -1
 
     save = rank.take()
     waiter = threading.Thread(
@@ -268,6 +270,13 @@ def test_waits_holders_breaks_rejections_and_records_are_counted(daemon: DaemonP
     waiter.start()
     until(lambda: bool(rank.shown()))
     assert metric('refitd_fences{model="policy",state="held"}') == 1
+    for born in (
+        'fence_breaks_total{model="policy"}',
+        'fences_ended_total{ending="expired",model="policy",use="hold"}',
+    ):
+        assert metric(f"refitd_{born}") == 0  # not absent: an alert does not see a counter rise that begins at 1
+    until(lambda: metric('refitd_fence_longest_wait_seconds{model="policy",use="move"}') > 0.25)
+    assert metric('refitd_fence_longest_wait_seconds{model="policy",use="rewrite"}') == 0
     rank.break_fence()
     waiter.join(WAIT)
     with pytest.raises(RefitError):
@@ -279,6 +288,50 @@ def test_waits_holders_breaks_rejections_and_records_are_counted(daemon: DaemonP
     assert metric('refitd_fence_breaks_total{model="policy"}') == 1
     assert metric('refitd_checkpoint_records_total{model="policy",strategy="temporal"}') == 1
     assert metric('refitd_checkpoint_duration_seconds_sum{model="policy",moment="durable"}') == 4
+
+
+def test_a_trainer_that_saves_and_never_publishes_is_shown_with_its_save(
+    daemon: DaemonProcess, rank: Rank, tmp_path: Path
+) -> None:
+    """`rank` belongs to another run, and only looks."""
+    with RefitClient(daemon.address, model="saver", linger=timedelta(0)) as client:
+        fence = client.checkpoint_fence(step=7, path=tmp_path / "7", strategy=WriterStrategy.TEMPORAL)
+        until(lambda: "checkpoint of saver step 7" in refitd(daemon.address, "fences", "--model", "saver"))
+        (shown,) = json.loads(refitd(daemon.address, "fences", "--model", "saver", "--json"))["agents"]
+        assert shown["rank"] == 0
+        assert {h["use"] for h in shown["holders"]} == {"read"}
+        said = refitd(daemon.address, "fences", "break", "saver/rank0/optimizer", "--reason", "gone")
+        assert "is broken" in said
+
+        def over() -> bool:
+            try:
+                fence.check()
+            except StaleFence:
+                return True
+            return False
+
+        until(over)
+        with client.checkpoint_fence(step=8, path=tmp_path / "8"):
+            pass
+        client.publish({"w": torch.zeros(4)}, step=8, timeout=CALL)  # joins as what it is already
+    request = fences_pb2.ListCheckpointsRequest(model="saver")
+    answer = rank.connection.call(rank.connection.fences.ListCheckpoints, request, "ListCheckpoints", Countdown(CALL))
+    assert [(record.step, bool(record.run.id)) for record in answer.records] == [(8, True)]
+
+
+def test_a_guard_of_a_trainer_that_never_published_is_shown_while_it_waits(daemon: DaemonProcess) -> None:
+    with RefitClient(daemon.address, model="saver", linger=timedelta(0)) as client:
+        checkpoints = client.checkpoints
+        fence = checkpoints.table.acquire("saver/rank0/parameters", FenceUse.READ, owner="reader", timeout=NOW)
+        step = threading.Thread(
+            target=lambda: checkpoints.table.guard(
+                "saver/rank0/parameters", FenceUse.REWRITE, owner="step 3", deadline=CALL
+            ).release()
+        )
+        step.start()
+        until(lambda: "step 3" in refitd(daemon.address, "fences"))
+        fence.release()
+        step.join(WAIT)
 
 
 def test_a_client_reports_serves_and_hears_of_breaks(daemon: DaemonProcess, keeper_name: str) -> None:

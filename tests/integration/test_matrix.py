@@ -29,6 +29,8 @@ GROUPS = {
     "mxfp8": (2, ("MXFP8",)),
     "legacy": (2, ("legacy Muon",)),
     "layout": (2, ("layout Muon",)),
+    "expert Muon": (4, ("expert Muon",)),
+    "expert MXFP8": (4, ("expert MXFP8",)),
 }
 _OTHERS = tuple(word for _, words in GROUPS.values() for word in words)
 
@@ -76,17 +78,18 @@ def test_each_state_is_found_and_three_publishes_in_it_disturb_nothing(
     assert run_cells(group, tmp_path, keeper_name) == expected_cells(group)
 
 
-@pytest.mark.parametrize("group", ["legacy", "layout"])
+@pytest.mark.parametrize("group", ["legacy", "layout", "expert Muon"])
 def test_each_state_of_layer_wise_muon(group: str, tmp_path: Path, keeper_name: str, muon: str) -> None:
     if lacks(group):
         return
     assert run_cells(group, tmp_path, keeper_name, muon) == expected_cells(group)
 
 
-def test_each_state_of_a_shared_mxfp8_buffer(tmp_path: Path, keeper_name: str) -> None:
-    if lacks("mxfp8"):
+@pytest.mark.parametrize("group", ["mxfp8", "expert MXFP8"])
+def test_each_state_of_a_shared_mxfp8_buffer(group: str, tmp_path: Path, keeper_name: str) -> None:
+    if lacks(group):
         return
-    assert run_cells("mxfp8", tmp_path, keeper_name) == expected_cells("mxfp8")
+    assert run_cells(group, tmp_path, keeper_name) == expected_cells(group)
 
 
 def lacks(group: str) -> bool:

@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from refit_client import RefitClient, RefitError
 from refit_megatron.evidence import own_slices
+from refit_megatron.guards import guard
 from refit_megatron.inventory import held_names
 from refit_megatron.surface import unwrap
 
+from refitd.domain.version import Evidence, GatherNeed
 from refitd.names.families import family_named
 from tests.megatron import trainer, variants  # before megatron.core
 from tests.megatron.trainer import ModelShape, Trainer
@@ -123,6 +125,38 @@ def run(client: RefitClient, model: Trainer, step: int, kind: str, drift: Drift,
     return step + 3
 
 
+def reference_swap(client: RefitClient, model: Trainer, step: int) -> None:
+    """A reference model runs in the actor's storage before the actor is gathered: its forward gathers the reference,
+    and the flags say gathered. What is swapped back is the actor as it was, gathered on no rank; no flag shows it."""
+    trainer.train_step(model, 1)
+    guards = guard(model.ddp, model.optimizer, client, deadline=timedelta(seconds=1))
+    own = [(parameter, parameter.detach().clone()) for parameter in model.gpt.parameters()]
+    with guards.swapping(), torch.no_grad():
+        for parameter, values in own:
+            parameter.copy_(values.flip(0))
+        trainer.log_probs(model, torch.zeros(trainer.MICRO_BATCH, 16, dtype=torch.long))
+        with pytest.raises(RefitError) as refusal:
+            client.publish(model.source(), step=step, timeout=timedelta(seconds=3))
+        assert refusal.value.reason in ("FENCE_HELD", "CHECKPOINT_BUSY"), refusal.value
+        for parameter, values in own:
+            parameter.copy_(values)
+    guards.unguard()
+    assert model.source().check()[0] is GatherNeed.NOT_NEEDED, "the flags tell nothing"
+    with pytest.raises(RefitError) as refusal:
+        client.publish(model.source(), step=step, timeout=TIMEOUT)
+    assert refusal.value.reason == "REPLICAS_DIFFER", refusal.value
+    model.ddp.start_param_sync(force_sync=True)
+    control = trainer.control_model(model.shape)
+    for number in range(2):
+        trainer.train_step(control, number)
+    assert trainer.parameter_hash(model) == trainer.parameter_hash(control)
+    result = client.publish(model.source(), step=step, timeout=TIMEOUT)
+    assert result is not None
+    assert result.evidence is Evidence.COMPARED
+    trainer.say("drift ok: reference swap: refused until it was gathered")
+    dist.barrier()
+
+
 def main(server: str, keeper: str, group: str) -> None:
     tp, pp, ep, shape = {
         "tp": (2, 1, 1, variants.SMALL), "pp": (1, 2, 1, TIED), "ep": (1, 1, 2, variants.EXPERTS),
@@ -138,7 +172,8 @@ def main(server: str, keeper: str, group: str) -> None:
             ranks = ranks_where(seats.get_tensor_model_parallel_rank() == 1)
             step = run(client, model, 0, "TP norm", tp_norm, ranks, "model.layers.1.input_layernorm.weight")
             drift, tensor = copy_on(3, model, "linear_proj.weight")
-            run(client, model, step, "DP copy", drift, [3], tensor)
+            step = run(client, model, step, "DP copy", drift, [3], tensor)
+            reference_swap(client, model, step)
         elif group == "pp":
             ranks = ranks_where(seats.is_pipeline_last_stage())
             run(client, model, 0, "PP tied embedding", pp_tied_embedding, ranks, "model.embed_tokens.weight")

@@ -12,25 +12,31 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from refit_client import RefitClient
+from refit_megatron.saved import Heads, files_of, read_saved
+from torch.distributed.checkpoint import FileSystemReader
 
 from refitd.agent.checkpoint_record import write_record
 from refitd.domain.fence import CheckpointRecord, WriterStrategy
 from refitd.domain.version import Run
+from refitd.names.families import FAMILIES, MOE_FAMILIES
 from tests.megatron import trainer, variants  # before megatron.core
-from tests.megatron.trainer import Trainer
+from tests.megatron.trainer import ModelShape, Trainer
 
 from megatron.core import dist_checkpointing  # isort: skip
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # isort: skip
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # isort: skip
 
 TIMEOUT = timedelta(seconds=60)
-SHAPES = {"dense": variants.SMALL, "experts": variants.EXPERTS}
+WEIGHTS = ("embedding.", "decoder.", "output_layer.")
+SHAPES = {"dense": variants.SMALL, "experts": ModelShape("qwen3_moe", layers=2, experts=4)}
 
 
 def save(model: Trainer, directory: Path) -> Path:
@@ -66,21 +72,33 @@ def ask(case: str, server: str, path: Path, model: Trainer) -> None:
     dist.barrier()
 
 
+def entry(digest: str, step: int) -> CheckpointRecord:
+    size = dist.get_world_size()
+    return CheckpointRecord("saved", Run("run"), "", step, 0, size, WriterStrategy.SYNC, "request", digest=digest)
+
+
 def record(path: Path, digest: str, step: int) -> None:
     if dist.get_rank() == 0:
-        entry = CheckpointRecord(
-            "saved",
-            Run("run"),
-            str(path),
-            step,
-            0,
-            dist.get_world_size(),
-            WriterStrategy.SYNC,
-            "request",
-            digest=digest,
-        )
-        write_record(entry, ())
+        write_record(replace(entry(digest, step), path=str(path)), ())
     dist.barrier()
+
+
+def broken(path: Path, model: Trainer) -> Mapping[str, str]:
+    """What of it is not whole, as the command sees it."""
+    shape = model.shape
+    family = {**FAMILIES, **MOE_FAMILIES}[shape.family]
+    return read_saved(path, family, Heads(shape.heads, shape.kv_heads, shape.vocab)).broken
+
+
+def flip_optimizer(path: Path) -> None:
+    """One bit in the middle of an optimizer's tensor, which no digest covers."""
+    items = FileSystemReader(path).read_metadata().storage_data.items()
+    item = max((item for index, item in items if not index.fqn.startswith(WEIGHTS)), key=lambda item: item.length)
+    with (path / item.relative_path).open("r+b") as stream:
+        stream.seek(item.offset + item.length // 2)
+        byte = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 1]))
 
 
 def main(server: str, keeper: str, kind: str, folder: Path) -> None:
@@ -122,7 +140,22 @@ def main(server: str, keeper: str, kind: str, folder: Path) -> None:
             shutil.copytree(one, folder / "cut")
             damaged = max((folder / "cut").glob("*.distcp"), key=lambda file: file.stat().st_size)
             os.truncate(damaged, damaged.stat().st_size // 4)
-        ask("cut", server, folder / "cut", model)
+            parts = sorted(one.glob("*.distcp"))
+            assert len(parts) == dist.get_world_size()
+            for part in parts:
+                lost = Path(shutil.copytree(one, folder / f"lost-{part.name}"))
+                (lost / part.name).unlink()
+                short = Path(shutil.copytree(one, folder / f"short-{part.name}"))
+                os.truncate(short / part.name, part.stat().st_size - 1)
+                for path in (lost, short):
+                    assert broken(path, model), path.name
+            assert not broken(one, model)
+            flip_optimizer(Path(shutil.copytree(one, folder / "flipped")))
+            shutil.copytree(one, folder / "mixed")
+            write_record(replace(entry("", 0), path=str(folder / "mixed"), files=files_of(one)), ())
+            shutil.copy(two / parts[-1].name, folder / "mixed" / parts[-1].name)
+        for case in ("cut", "flipped", "mixed"):
+            ask(case, server, folder / case, model)
         dist.barrier()
     filesystem_async._results_queue._manager.shutdown()
     trainer.finish()

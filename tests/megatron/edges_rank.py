@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from refitd.domain.errors import Incomplete, Internal, ParamsOffloaded, ReplicasDiffer, Unsupported
 from refitd.domain.version import Evidence, GatherNeed
-from tests.megatron import assemble, trainer  # before megatron.core
+from tests.megatron import assemble, trainer, variants  # before megatron.core
 from tests.megatron.trainer import ModelShape, Trainer
 
 import megatron.core.distributed.param_and_grad_buffer as param_buffers  # isort: skip
@@ -293,6 +294,33 @@ def what_the_family_does_not_know_or_lacks_is_named() -> None:
     llama.gpt.register_buffer("odd_two", torch.zeros(3))
     with pytest.raises(Unsupported, match="odd_two"):
         llama.source().layout()
+
+
+@case
+def a_router_bias_that_the_family_has_no_name_for_is_refused_and_named() -> None:
+    for family in ("qwen3_moe", "mixtral"):
+        experts = trainer.build_model(replace(variants.EXPERTS, family=family), wrapped=False)
+        with pytest.raises(Unsupported, match="no place for the parameter") as refusal:
+            experts.source().layout()
+        assert refusal.value.subject == {"tensor": "decoder.layers.0.mlp.router.expert_bias", "family": family}
+    experts = trainer.build_model(ModelShape("qwen3_moe", layers=2, experts=4), wrapped=False)
+    experts.source().layout()
+    for field, value in (("moe_router_score_function", "sigmoid"), ("moe_router_topk_scaling_factor", 2.5)):
+        before = getattr(experts.config, field)
+        setattr(experts.config, field, value)
+        with pytest.raises(Unsupported, match=field):
+            experts.source().layout()
+        setattr(experts.config, field, before)
+
+
+@case
+def a_router_bias_has_one_dtype_from_the_first_version_on() -> None:
+    experts = trainer.build_model(variants.EXPERTS)
+    source = experts.source()
+    layout = source.layout()
+    assert {tensor.dtype for tensor in layout.tensors if "correction_bias" in tensor.name} == {"float32"}
+    trainer.train_step(experts, 0)
+    assert source.layout() is layout
 
 
 @case

@@ -1,6 +1,6 @@
 """Real asynchronous saves of Megatron-Core on the CPU, with a writer that waits at a gate, and what they restore to.
 
-Used by scripts of ranks. `prepare` must be called before other threads start, since the persistent worker is forked.
+Used by scripts of ranks. Persistent workers are forked here; Megatron spawns them, which would import the script again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from refit_megatron import megatron_on_cpu
 megatron_on_cpu.install()
 
 from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
 
@@ -36,6 +36,16 @@ _write = getattr(_Writer, _WRITE)
 _gate: Path | None = None
 
 
+class _Forking:
+    """torch.multiprocessing, whose every context forks."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.multiprocessing, name)
+
+    def get_context(self, mode: str) -> Any:
+        return torch.multiprocessing.get_context("fork")
+
+
 def gated_write(*args: Any, **kwargs: Any) -> Any:
     """In the writer's process, before it serialises anything."""
     assert _gate is not None
@@ -51,8 +61,7 @@ def prepare(folder: Path, *, persistent: bool) -> Any:
     _gate = folder / "closed"
     setattr(_Writer, _WRITE, staticmethod(gated_write))
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-    if persistent:
-        AsyncCallsQueue.warmup_persistent_caller(dist.get_rank(), mp_mode="fork")
+    async_utils.mp = _Forking()
     return AsyncCallsQueue(persistent=persistent)
 
 

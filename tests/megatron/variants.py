@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.megatron import trainer  # before megatron.core
+from tests.megatron import biased, trainer  # before megatron.core
 from tests.megatron.trainer import ModelShape, Trainer
 
 import megatron.core.distributed.param_and_grad_buffer as param_buffers  # isort: skip
@@ -22,7 +22,8 @@ from megatron.core import parallel_state as seats  # isort: skip
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
 
 SMALL = ModelShape(layers=2)
-EXPERTS = ModelShape("qwen3_moe", layers=2, experts=4, router_bias=True)
+biased.add_to_table()
+EXPERTS = ModelShape(biased.BIASED.name, layers=2, experts=4, router_bias=True)
 
 
 @dataclass(frozen=True)

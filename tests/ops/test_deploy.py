@@ -47,6 +47,17 @@ def test_an_alert_on_a_metric_that_does_not_exist_is_found() -> None:
     assert asked_for("        expr: refitd_no_such_thing > 1\n") - exported() == {"refitd_no_such_thing"}
 
 
+def test_the_tests_of_alerts_cover_those_on_fences_and_feed_them_metrics_that_exist() -> None:
+    """They themselves are run by promtool, which is no Python package."""
+    alerts = re.findall(r"alert: (RefitdFence\w+)", (DEPLOY / "prometheus" / "alerts.yml").read_text(encoding="utf-8"))
+    tests = (DEPLOY / "prometheus" / "alerts_test.yml").read_text(encoding="utf-8")
+    assert len(alerts) == 3
+    assert set(re.findall(r"alertname: (\w+)", tests)) == set(alerts)
+    fed = re.findall(r"series: (\w+)", tests)
+    assert fed
+    assert set(fed) <= exported()
+
+
 def test_every_alert_is_explained_to_operators() -> None:
     alerts = re.findall(r"alert: (\w+)", (DEPLOY / "prometheus" / "alerts.yml").read_text(encoding="utf-8"))
     explained = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")

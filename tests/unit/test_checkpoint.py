@@ -56,6 +56,9 @@ class Known:
     def saved(self, part: int | None, total: int | None) -> SavedWeights:
         return SavedWeights(3, "d" * 16, "schema") if total == 5 else SavedWeights()
 
+    def stale(self) -> bool:
+        return False
+
 
 class World:
     def __init__(self) -> None:

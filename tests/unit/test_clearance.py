@@ -33,6 +33,9 @@ class Nothing:
     def saved(self, part: int | None, total: int | None) -> SavedWeights:
         return SavedWeights()
 
+    def stale(self) -> bool:
+        return False
+
 
 class Others:
     """The other ranks, who say yes to everything."""

@@ -93,6 +93,23 @@ def test_a_report_is_listed_with_ages_as_of_now_and_replaced_by_the_next() -> No
     run_in(memory_world(), scenario)
 
 
+def test_the_oldest_wait_for_each_use_is_known_with_its_age_as_of_now() -> None:
+    async def scenario(world: World) -> None:
+        first, second = await world.trainers(2)
+        waits = [FenceWait(DOMAIN, FenceUse.REWRITE, "step", 1.0), FenceWait(DOMAIN, FenceUse.REWRITE, "gather", 9.0)]
+        await world.control.report_fences(told(first, 1, waits=tuple(waits)))
+        await world.clock.advance(3)
+        await world.control.report_fences(told(second, 1, waits=(FenceWait(DOMAIN, FenceUse.MOVE, "offload", 2.0),)))
+        await world.clock.advance(1)
+        nobody = dict.fromkeys(FenceUse, 0.0)
+        longest = (await world.status()).longest_fence_waits
+        assert longest == {**nobody, FenceUse.REWRITE: 13.0, FenceUse.MOVE: 3.0}
+        await world.control.report_fences(told(first, 2))
+        assert (await world.status()).longest_fence_waits == {**nobody, FenceUse.MOVE: 3.0}
+
+    run_in(memory_world(), scenario)
+
+
 def test_an_older_or_repeated_report_changes_nothing_but_one_of_a_new_table_does() -> None:
     async def scenario(world: World) -> None:
         trainer = await world.trainer()

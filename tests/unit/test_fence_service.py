@@ -106,6 +106,30 @@ def test_a_request_goes_on_when_the_holder_in_its_way_expires(service: FenceServ
     asyncio.run(scenario())
 
 
+def test_a_caller_ends_or_renews_no_fence_of_the_process_itself(service: FenceService, table: FenceTable) -> None:
+    step = table.acquire("d", FenceUse.REWRITE, owner="step", timeout=NOW)
+    save = table.acquire("e", FenceUse.READ, owner="save", timeout=NOW)
+    for own in (step, save):
+        service.release(own.token)
+        own.check()
+    left = table.holders("e")[0].expires_in_seconds
+    assert left is not None
+    with pytest.raises(Invalid):
+        service.renew(save.token, MIN_TTL)
+    assert (table.holders("e")[0].expires_in_seconds or 0.0) > left - 60
+
+
+def test_a_closed_service_leaves_no_reader_that_a_step_would_wait_for(service: FenceService, table: FenceTable) -> None:
+    async def scenario() -> None:
+        for number in range(3):
+            await asking(service, f"request {number}")
+        service.close()
+        service.close()
+        table.acquire("d", FenceUse.REWRITE, owner="step", timeout=NOW)
+
+    asyncio.run(scenario())
+
+
 def test_too_many_waiting_requests_and_foreign_domains_are_refused(
     service: FenceService, table: FenceTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from refitd.domain.errors import Invalid, Unsupported
-from refitd.names.families import MOE_FAMILIES, ModelDims, family_named
+from refitd.names.families import MOE_FAMILIES, Family, ModelDims, family_named
 from refitd.names.hf import hf_config
 from refitd.names.megatron import Seat, hf_tensors, missing_tensors, pieces
+from tests.megatron.biased import BIASED
 
-DIMS = ModelDims(2, 8, 12, 2, 1, 4, 10, False, experts=4, expert_ffn=6, router_bias=True)
+DIMS = ModelDims(2, 8, 12, 2, 1, 4, 10, False, experts=4, expert_ffn=6)
+WITH_BIAS = replace(DIMS, router_bias=True)
 L = "decoder.layers.1.mlp."
 
 
@@ -51,25 +54,29 @@ def local_parameters(dims: ModelDims, seat: Seat, qk_norm: bool, grouped: bool) 
 @pytest.mark.parametrize("grouped", [False, True], ids=["sequential", "grouped"])
 @pytest.mark.parametrize("expert_tp", [1, 2])
 @pytest.mark.parametrize("ep", [1, 2, 4])
-@pytest.mark.parametrize("name", list(MOE_FAMILIES))
-def test_the_seats_together_hold_every_element_once(name: str, ep: int, expert_tp: int, grouped: bool) -> None:
-    family = MOE_FAMILIES[name]
-    expected = hf_tensors(family, DIMS)
+@pytest.mark.parametrize(
+    ("family", "dims"), [*((family, DIMS) for family in MOE_FAMILIES.values()), (BIASED, WITH_BIAS)],
+    ids=[*MOE_FAMILIES, BIASED.name],
+)  # fmt: skip
+def test_the_seats_together_hold_every_element_once(
+    family: Family, dims: ModelDims, ep: int, expert_tp: int, grouped: bool
+) -> None:
+    expected = hf_tensors(family, dims)
     held: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
     for ep_rank in range(ep):
         for expert_tp_rank in range(expert_tp):
             seat = Seat(0, 1, 0, ep_rank, ep, expert_tp_rank, expert_tp)
-            parameters = local_parameters(DIMS, seat, family.qk_norm, grouped)
+            parameters = local_parameters(dims, seat, family.qk_norm, grouped)
             for parameter, shape in parameters.items():
-                for piece in pieces(family, DIMS, seat, parameter, shape):
+                for piece in pieces(family, dims, seat, parameter, shape):
                     assert piece.shape == expected[piece.tensor]
                     held.setdefault(piece.tensor, set()).add((piece.box.offset, piece.box.extent))
-            assert missing_tensors(family, DIMS, seat, parameters, layers=2, first=True, last=True) == ()
+            assert missing_tensors(family, dims, seat, parameters, layers=2, first=True, last=True) == ()
             lost = [p for p in parameters if p.endswith(("local_experts.0.linear_fc2.weight", "linear_fc2.weight0"))]
             left = [p for p in parameters if p not in lost]
-            missing = missing_tensors(family, DIMS, seat, left, layers=2, first=True, last=True)
-            first = ep_rank * (DIMS.experts // ep)
-            assert len(missing) == DIMS.layers
+            missing = missing_tensors(family, dims, seat, left, layers=2, first=True, last=True)
+            first = ep_rank * (dims.experts // ep)
+            assert len(missing) == dims.layers
             assert all(f".experts.{first}." in one for one in missing)
     assert held.keys() == expected.keys()
     for tensor, boxes in held.items():
@@ -86,14 +93,22 @@ def test_a_local_expert_gets_its_global_number() -> None:
     assert down.tensor == "model.layers.1.block_sparse_moe.experts.2.w2.weight"
 
 
-def test_a_router_bias_belongs_to_models_that_have_one() -> None:
-    family = MOE_FAMILIES["qwen3_moe"]
-    without = ModelDims(2, 8, 12, 2, 1, 4, 10, False, experts=4, expert_ffn=6)
-    (bias,) = pieces(family, DIMS, Seat(), L + "router.expert_bias", (4,))
+def test_a_router_bias_is_a_tensor_where_family_and_model_have_one() -> None:
+    (bias,) = pieces(BIASED, WITH_BIAS, Seat(), L + "router.expert_bias", (4,))
     assert bias.tensor == "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert not any("correction" in name for name in hf_tensors(family, without))
+    assert bias.tensor in hf_tensors(BIASED, WITH_BIAS)
+    assert bias.tensor not in hf_tensors(BIASED, DIMS)
     with pytest.raises(Unsupported, match="expert_bias"):
-        pieces(family, without, Seat(), L + "router.expert_bias", (4,))
+        pieces(BIASED, DIMS, Seat(), L + "router.expert_bias", (4,))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_a_router_bias_that_the_family_has_no_name_for_is_refused_and_named(name: str) -> None:
+    family = MOE_FAMILIES[name]
+    assert not any("bias" in tensor for tensor in hf_tensors(family, WITH_BIAS))
+    with pytest.raises(Unsupported) as refusal:
+        pieces(family, WITH_BIAS, Seat(), L + "router.expert_bias", (4,))
+    assert refusal.value.subject == {"tensor": L + "router.expert_bias", "family": name}
 
 
 def test_experts_that_cannot_be_shared_and_dense_families_are_refused() -> None:

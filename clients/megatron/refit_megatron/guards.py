@@ -5,7 +5,8 @@
 `optimizer.step` rewrites; offloading, reloading and swapping move. A step waits for a save only while the save's bytes
 are being read, an offload until the writer keeps no address. No guard raises on one rank alone: a save in the way is
 finalised by all ranks in lock step (they see it alike), and anybody else is waited for, in the end until his fence
-expires. Megatron is not imported; users call this.
+expires. A rank that steps or offloads alone, while such a save is in the way, hears at the deadline who did not come.
+Megatron is not imported; users call this.
 """
 
 from __future__ import annotations
@@ -88,7 +89,12 @@ class Guards:
 
     @contextmanager
     def _section(self, use: FenceUse, storages: Sequence[Storage], what: str) -> Iterator[None]:
-        held: set[Storage] = getattr(self._held, "storages", set())
+        held: dict[Storage, FenceUse] = getattr(self._held, "storages", {})
+        if use is FenceUse.MOVE and any(held.get(storage) is FenceUse.REWRITE for storage in storages):
+            raise Invalid(
+                f"{what} moves what a guard around it only rewrites: whoever keeps addresses would not be waited for",
+                advice="put guards.moving() around the whole",
+            )
         needed = [storage for storage in Storage if storage in storages and storage not in held]
         if not needed:  # inside another guard of this thread
             yield
@@ -99,7 +105,7 @@ class Guards:
             owner=f"{what} on rank {self._checkpoints.rank}", deadline=self._deadline,
             while_waiting=self._checkpoints.drop_caches if use is FenceUse.MOVE else None,
         )  # fmt: skip
-        self._held.storages = held | set(needed)
+        self._held.storages = held | dict.fromkeys(needed, use)
         try:
             yield
         finally:
@@ -112,7 +118,7 @@ class Guards:
             return
         finaliser = self._checkpoints.finaliser
         if isinstance(finaliser, WatchedQueue):
-            finaliser.settle(use, what)
+            finaliser.settle(use, what, self._deadline)
         if use is FenceUse.MOVE:
             self._checkpoints.drop_caches()
 
@@ -127,7 +133,9 @@ def guard(
 
     Args:
         model: The model chunk, or all chunks of this rank.
-        deadline: After it, remote readers are revoked and the holder is logged; the wait goes on.
+        deadline: After it, remote readers are revoked and the holder is logged; the wait goes on. Ranks that a save
+            stands in the way of wait for each other only so long: then the step or move of those that came ends in
+            CHECKPOINT_BUSY, with the absent ranks named.
 
     Raises:
         Invalid: Something is guarded already.

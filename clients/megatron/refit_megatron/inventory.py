@@ -63,9 +63,14 @@ def dims_of(gpt: Any, family: Family, vocab_size: int) -> ModelDims:
         )
     activation = getattr(config, "activation_func", None)
     experts = getattr(config, "num_moe_experts", None) or 0
+    router_bias = bool(experts and getattr(config, "moe_router_enable_expert_bias", False))
+    score = getattr(config, "moe_router_score_function", "softmax")
     refused = {
         f"num_moe_experts with family {family.name!r}": bool(experts) != family.experts,
         "moe_layer_freq other than 1": bool(experts) and getattr(config, "moe_layer_freq", 1) != 1,
+        # With biases it goes by the family, which has a name for them or not.
+        f"moe_router_score_function {score!r}": bool(experts) and score != "softmax" and not router_bias,
+        "moe_router_topk_scaling_factor": bool(experts and getattr(config, "moe_router_topk_scaling_factor", None)),
         "moe_shared_expert_intermediate_size": bool(getattr(config, "moe_shared_expert_intermediate_size", None)),
         "multi_latent_attention": bool(getattr(config, "multi_latent_attention", False)),
         "mtp_num_layers": bool(getattr(config, "mtp_num_layers", None)),
@@ -100,7 +105,7 @@ def dims_of(gpt: Any, family: Family, vocab_size: int) -> ModelDims:
         tied=bool(gpt.share_embeddings_and_output_weights),
         experts=experts,
         expert_ffn=(getattr(config, "moe_ffn_hidden_size", None) or config.ffn_hidden_size) if experts else 0,
-        router_bias=bool(experts and getattr(config, "moe_router_enable_expert_bias", False)),
+        router_bias=router_bias,
     )
 
 

@@ -93,7 +93,8 @@ class State:
     """One model chunk. Dense and expert buffers count alike: the worst of both lists is the state of the chunk.
 
     That a step was skipped can't be seen: its groups are not gathered, as after any backward, and nothing but router
-    biases changed. Digests cover persistent buffers, so such a version is not called unchanged.
+    biases changed. Digests cover persistent buffers, so such a version is not called unchanged. Nor can it be seen that
+    gradients are whole and the optimizer has not stepped yet: flags and masters are as after a step.
     """
 
     wrapper: Wrapper = Wrapper.DDP
@@ -180,7 +181,8 @@ ROWS: tuple[Row, ...] = (
         "parameter storage is released", reason="PARAMS_OFFLOADED",
         advice="reload the buffers (reload_from_cpu, restore_grad_buffers) before publishing",
         cells=(Cell("Adam, params offloaded"), Cell("experts, params offloaded"),
-               Cell("overlap off, params offloaded"), Cell("plain module, params offloaded"))),
+               Cell("overlap off, params offloaded"), Cell("plain module, params offloaded"),
+               Cell("layout Muon, params offloaded", since="0.17"))),
     Row("plain module", (Wrapper.NONE,), Action.READ,
         "no DistributedDataParallel wrapper: nothing is gathered later", cells=(Cell("plain module"),)),
     # Packed values have no Hugging Face bytes; what is published is the 16-bit cast of the FP32 masters.
@@ -194,7 +196,7 @@ ROWS: tuple[Row, ...] = (
     Row("overlap off", (Overlap.OFF,), Action.READ, "overlap_param_gather is off: optimizer.step() gathers",
         cells=(Cell("overlap off"), Cell("overlap off, grads offloaded"), Cell("experts, overlap off"),
                Cell("experts, overlap off, skipped step"), Cell("MXFP8, overlap off", _FAKE, "0.17"),
-               Cell("legacy Muon, overlap off", since="0.17"))),
+               Cell("legacy Muon, overlap off", since="0.17"), Cell("layout Muon, overlap off", since="0.17"))),
     # Without staging, a forced gather overwrites weights with gradients (147,442 of 164k elements, no error).
     Row("can't stage", (Weights.SHARED, Staging.MISSING), Action.REFUSE,
         "with reuse_grad_buf_for_mxfp8_param_ag the masters must be staged before a gather, and the optimizer given "
@@ -206,33 +208,40 @@ ROWS: tuple[Row, ...] = (
     Row("shared buffer offloaded", (Weights.SHARED, Residency.GRADS), Action.REFUSE,
         "the gather goes through the gradient buffer, whose storage is released", reason="PARAMS_OFFLOADED",
         advice="reload the buffers (reload_from_cpu, restore_grad_buffers) before publishing",
-        cells=(Cell("MXFP8, grads offloaded", _FAKE, "0.17"),)),
+        cells=(Cell("MXFP8, grads offloaded", _FAKE, "0.17"), Cell("expert MXFP8, grads offloaded", _FAKE, "0.17"))),
     Row("legacy, grads offloaded", (Optimizer.LEGACY, Residency.GRADS), Action.REFUSE,
         "the gather goes through the gradient buffer, whose storage is released", reason="PARAMS_OFFLOADED",
         advice="reload the buffers (reload_from_cpu, restore_grad_buffers) before publishing",
-        cells=(Cell("legacy Muon, grads offloaded", since="0.17"),)),
+        cells=(Cell("legacy Muon, grads offloaded", since="0.17"),
+               Cell("expert Muon, grads offloaded", since="0.17"))),
     # All ranks are one step old alike, so they agree with each other; only the masters show it.
     Row("MXFP8, in flight", (Weights.SHARED, Groups.IN_FLIGHT), Action.GATHER,
         how="gathers in flight are finished, masters are staged",
-        cells=(Cell("MXFP8, in flight", _FAKE, "0.17"),)),
+        cells=(Cell("MXFP8, in flight", _FAKE, "0.17"), Cell("expert MXFP8, in flight", _FAKE, "0.17"))),
     Row("MXFP8", (Weights.SHARED, Groups.MISSING), Action.GATHER, how="masters are staged",
         cells=(Cell("MXFP8", _FAKE, "0.17"), Cell("MXFP8, packed weights", _FAKE, "0.17"),
-               Cell("MXFP8, hooks off", _FAKE, "0.17"),
+               Cell("MXFP8, hooks off", _FAKE, "0.17"), Cell("expert MXFP8", _FAKE, "0.17"),
+               Cell("expert MXFP8, packed weights", _FAKE, "0.17"),
                Cell("MXFP8 of Transformer Engine: needs a GPU of compute capability 10", _NOT_HERE))),
     # Upstream defect in 0.19.2: forcing waits for such a gather, drops what it received and marks the group gathered.
     Row("legacy, in flight", (Optimizer.LEGACY, Groups.IN_FLIGHT), Action.GATHER,
         how="gathers in flight are finished, else forcing drops what they received",
-        cells=(Cell("legacy Muon, in flight", since="0.17"),)),
+        cells=(Cell("legacy Muon, in flight", since="0.17"), Cell("legacy Muon, chain stopped halfway", since="0.17"),
+               Cell("legacy Muon, hooks off in flight", since="0.17"), Cell("expert Muon, in flight", since="0.17"))),
+    # Forcing alone would wait for these too, and lose nothing; they are finished first all the same.
     Row("in flight", (Groups.IN_FLIGHT,), Action.GATHER, how="gathers in flight are finished",
-        cells=(Cell("Adam, in flight"), Cell("Adam, chain stopped halfway"), Cell("experts, in flight"),
+        cells=(Cell("Adam, in flight"), Cell("Adam, chain stopped halfway"), Cell("Adam, hooks off in flight"),
+               Cell("experts, in flight"),
                Cell("layout Muon, in flight", since="0.17"))),
     # A forward would now compute with stale weights and say nothing.
     Row("hooks off, not gathered", (Hooks.OFF, Groups.MISSING), Action.GATHER, how="hooks stay off",
-        cells=(Cell("Adam, hooks off without a sync"), Cell("experts, hooks off without a sync"))),
+        cells=(Cell("Adam, hooks off without a sync"), Cell("experts, hooks off without a sync"),
+               Cell("legacy Muon, hooks off without a sync", since="0.17"),
+               Cell("layout Muon, hooks off without a sync", since="0.17"))),
     Row("not gathered", (Groups.MISSING,), Action.GATHER,
         cells=(Cell("Adam"), Cell("Adam, grads offloaded"), Cell("Adam, skipped step"), Cell("FP32 parameters"),
                Cell("experts"), Cell("experts, grads offloaded"), Cell("experts, skipped step"),
-               Cell("legacy Muon", since="0.17"), Cell("layout Muon", since="0.17"),
+               Cell("legacy Muon", since="0.17"), Cell("expert Muon", since="0.17"), Cell("layout Muon", since="0.17"),
                Cell("layout Muon, grads offloaded", since="0.17"), Cell("no master of its own", _FAKE),
                Cell("precision-aware Adam: FusedAdam of Transformer Engine needs CUDA", _NOT_HERE))),
     Row("gathered, hooks off", (Hooks.OFF,), Action.READ,
@@ -240,7 +249,7 @@ ROWS: tuple[Row, ...] = (
         cells=(Cell("Adam, hooks off with a sync"), Cell("MXFP8, hooks off with a sync", _FAKE, "0.17"))),
     Row("gathered", (), Action.READ, "every bucket group is gathered since the last step",
         cells=(Cell("Adam, after a forward"), Cell("experts, after a forward"),
-               Cell("legacy Muon, after a forward", since="0.17"),
+               Cell("legacy Muon, after a forward", since="0.17"), Cell("layout Muon, after a forward", since="0.17"),
                Cell("MXFP8, after a forward", _FAKE, "0.17"))),
 )  # fmt: skip
 
@@ -283,7 +292,12 @@ def as_text() -> str:
         "",
         "The cells are cases of `tests/megatron/matrix_rank.py`. One that publishes does so three times in a row",
         "through a real daemon; what is pulled equals a synchronous gather bit for bit, and later optimizer steps,",
-        "moments included, are bit-identical to those of a run that never published.",
+        "moments included, are bit-identical to those of a run that never published. Before a skipped step there is",
+        "one more: the versions after it are unchanged just if no router bias moved. A router bias that the model's",
+        "family has no name for is refused by name; the cells with experts publish theirs under a family of the tests.",
+        "",
+        "Publish after `optimizer.step()`. Between backward and it nothing shows that the step is still to come, and",
+        "where a gather goes through the gradient buffer (MXFP8 in it; layer-wise, legacy) it zeroes the gradients.",
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 

@@ -1,8 +1,8 @@
 """Reads a saved Megatron checkpoint (torch_dist) on one process and digests it as a published version would be.
 
 The weights are found by their sharded names, one layer at a time, and mapped to Hugging Face names by the same tables
-as live parameters; optimizer state is passed over. Neither Megatron nor a process group is needed, and it knows no
-daemon. `refitd doctor checkpoint` runs it in its own process.
+as live parameters; of optimizer state only the checksums are looked at. Neither Megatron nor a process group is needed,
+and it knows no daemon. `refitd doctor checkpoint` runs it in its own process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from refit_megatron.saved_files import damaged_items, files_digest
 from refitd.copy.dispatch import copy_runs
 from refitd.copy.runs import Buffer
 from refitd.domain.digest import MASK64, digest_text, root
@@ -49,7 +50,8 @@ class Heads:
 @dataclass(frozen=True)
 class Saved:
     """What a checkpoint holds: per Hugging Face tensor its description and digest. `broken`: tensors that lack bytes or
-    can't be read, with the reason; they have no digest, and then `digest` is empty."""
+    can't be read, and saved items (optimizer state too) whose bytes are not those that were written, with the reason;
+    then `digest` is empty."""
 
     tensors: Mapping[str, Tensor]
     digests: Mapping[str, int]
@@ -75,7 +77,7 @@ class _Slice:
 
 
 def read_saved(path: Path, family: Family, sizes: Heads) -> Saved:
-    """Reads every weight once; memory is that of the largest one. Blocks; local.
+    """Reads everything once, and every weight twice; memory is that of the largest item. Blocks; local.
 
     Raises:
         Invalid: `path` is no torch_dist checkpoint, or holds no weights of a GPT model, or the sizes don't fit it.
@@ -114,8 +116,14 @@ def read_saved(path: Path, family: Family, sizes: Heads) -> Saved:
     for name, shape in expected.items():
         if name not in broken and covered[name] != math.prod(shape):
             broken[name] = f"{covered[name]} of {math.prod(shape)} elements are in the checkpoint"
+    broken |= damaged_items(path, reader.storage_data)
     tensors = {name: Tensor(name, shape, dtypes[name]) for name, shape in expected.items() if name not in broken}
     return Saved(tensors, {name: digests[name] for name in tensors}, broken)
+
+
+def files_of(path: Path) -> str:
+    """Digest of the files that the checkpoint refers to, to be compared with its record. Reads them; blocks."""
+    return files_digest(path, FileSystemReader(path).read_metadata().storage_data)
 
 
 def dims_of_saved(path: Path, shapes: Mapping[str, tuple[int, ...]], family: Family, sizes: Heads) -> ModelDims:

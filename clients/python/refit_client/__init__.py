@@ -3,6 +3,7 @@
 Re-exports only. Importing it needs grpcio and protobuf; torch is imported when tensors are handled.
 """
 
+from refitd.agent.async_checkpoint import AsyncCheckpointFence
 from refitd.agent.async_client import AsyncRefitClient
 from refitd.agent.checkpoint import CheckpointFence
 from refitd.agent.client import RefitClient
@@ -14,6 +15,7 @@ from refitd.domain.fence import WriterStrategy
 from refitd.domain.version import Evidence, Run, Version
 
 __all__ = [
+    "AsyncCheckpointFence",
     "AsyncRefitClient",
     "CheckpointFence",
     "Evidence",
