@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import IO
@@ -110,7 +111,9 @@ def _wait(children: list[subprocess.Popen[bytes]], deadline: float, seconds: flo
 
 def _end(children: list[subprocess.Popen[bytes]]) -> None:
     for child in children:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)  # its own session: the child and what it started
+        # Its own session: what it started goes with it, also when the child itself ended before (a group's number is
+        # not given again while a member lives; without members there is none).
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
     for child in children:
         child.wait()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
 import shutil
+import signal
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from refit_megatron.async_calls import Results, with_own_results
+from refit_megatron.async_calls import Results, end_writer, with_own_results
 from refit_megatron.guards import Guards
 from refit_megatron.saved_files import damaged_items, files_digest, files_part
 from torch.distributed import checkpoint as dcp
@@ -306,3 +308,27 @@ def test_a_checkpoint_saved_without_checksums_is_not_called_damaged(tmp_path: Pa
         torch.serialization.set_crc32_options(True)
     assert damaged(tmp_path) == {}
     assert record_path(tmp_path).name == "refitd.json"
+
+
+def _with_a_child(pipe: Any) -> None:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    pipe.send(child.pid)
+    child.join()
+
+
+def test_a_writer_is_ended_with_the_processes_that_write_its_files() -> None:
+    fork = multiprocessing.get_context("fork")
+    mine, theirs = fork.Pipe()
+    writer = fork.Process(target=_with_a_child, args=(theirs,))
+    writer.start()
+    theirs.close()
+    assert mine.poll(30)
+    child = mine.recv()
+    end_writer(SimpleNamespace(async_caller=SimpleNamespace(process=writer)))
+    writer.join(30)
+    assert writer.exitcode == -signal.SIGKILL
+    assert mine.poll(30), "the child keeps its end of the pipe open"
+    with pytest.raises(EOFError):
+        mine.recv()
+    assert child
