@@ -6,12 +6,14 @@
 #   make check   what a change must pass beside the tests
 #   make bench   speed against one memcpy of the same bytes
 #   make bench-checkpoints  what a trainer waits for beside a slow checkpoint save
+#   make bench-NAME  NAME: many, own, plan, trace, transport, vllm (tests/bench/bench_NAME.py)
+#   make architectures  proves the loaders of all models and writes docs/architectures.md
 #   make dev     the tests' environment and a daemon in the foreground
 
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST ?= tests
-ON_OLDEST := tests/integration/test_megatron_source.py tests/integration/test_fresh.py \
+ON_OLDEST := tests/integration/test_megatron_source.py tests/integration/test_names_real.py tests/integration/test_fresh.py tests/integration/test_own_slices.py \
   "tests/integration/test_matrix.py::test_each_state_is_found_and_three_publishes_in_it_disturb_nothing" \
   "tests/integration/test_checkpoint_fence.py::test_a_checkpoint_holds_the_bytes_of_its_step_whatever_goes_on_beside_it[temporal]"
 DEMO ?=
@@ -20,7 +22,7 @@ BENCH ?=
 # Two training ranks, an engine and a daemon share the machine; OpenMP's default would start as many threads for each.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup check format test test-gpu demo bench bench-checkpoints protos dev clean
+.PHONY: help setup check format test test-gpu demo bench bench-checkpoints architectures protos dev clean
 
 help:
 	@sed -n 's/^#   make/  make/p' Makefile
@@ -58,6 +60,12 @@ bench: setup
 
 bench-checkpoints: setup
 	@$(BIN)/python tests/bench/slow_save.py $(BENCH)
+
+bench-%: setup
+	@$(BIN)/python tests/bench/bench_$*.py $(BENCH)
+
+architectures: setup
+	@$(BIN)/python tests/vllm_arch/table.py docs/architectures.md
 
 protos:
 	protos/generate.sh

@@ -1,7 +1,7 @@
 """Settings of the daemon and of its clients.
 
 Daemon: command line > environment (REFITD_*, nested by "__") > TOML file > default; frozen; a key that does not exist
-fails at start, so that a typo never means "default". Clients: three values, read from the environment only when
+fails at start, so that a typo never means "default". Clients: a few values, read from the environment only when
 `load_client_settings` is called. Read by refitd.cli and, for the client part, by refit_client.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -225,6 +225,10 @@ class ClientSettings:
     """File with the bearer token."""
     ca: Path | None = None
     """PEM file with the certificate authority; None: no TLS."""
+    serve_on: str | None = None
+    """host:port where published weights are served to other hosts; None: only this host reads."""
+    transports: tuple[str, ...] = ()
+    """How weights are read, best first; empty: the default."""
 
 
 def load_client_settings(
@@ -232,16 +236,22 @@ def load_client_settings(
     *,
     token_file: Path | None = None,
     ca: Path | None = None,
+    serve_on: str | None = None,
+    transports: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> ClientSettings:
-    """Arguments first, then REFITD_SERVER, REFITD_TOKEN_FILE and REFITD_CA, then 127.0.0.1:7077 without TLS.
+    """Arguments first, then REFITD_SERVER, REFITD_TOKEN_FILE, REFITD_CA, REFITD_SERVE_ON and REFITD_TRANSPORTS (names
+    with commas), then 127.0.0.1:7077 without TLS, serving nobody else.
 
     Raises `Invalid` for a malformed address.
     """
     address = server or environ.get("REFITD_SERVER", "") or DEFAULT_LISTEN
     token_text, ca_text = environ.get("REFITD_TOKEN_FILE", ""), environ.get("REFITD_CA", "")
+    served, names = serve_on or environ.get("REFITD_SERVE_ON", ""), environ.get("REFITD_TRANSPORTS", "")
     return ClientSettings(
         str(parse_address(address)),
         token_file or (Path(token_text) if token_text else None),
         ca or (Path(ca_text) if ca_text else None),
+        str(parse_address(served, listen=True)) if served else None,
+        tuple(transports) or tuple(name.strip() for name in names.split(",") if name.strip()),
     )

@@ -38,6 +38,7 @@ from refitd.domain.version import ArenaSlot
 from refitd.transport import keeper_wire as wire
 from refitd.transport.keeper_client import DEFAULT_KEEPER, KeeperClient, host_id
 from refitd.transport.segment import NO_VERSION, Geometry, Mapping, SlotView, encode_header, mark_closed
+from refitd.transport.sender_client import SenderClient
 
 # Memory is reserved in steps, so that signals and the deadline get their turn.
 _RESERVE_BYTES = 256 << 20
@@ -82,11 +83,11 @@ class SlotWriter:
     `payload`: the packed fragments, uninitialised. `digests`: uint64, one per kept fragment in packed order.
     """
 
-    def __init__(self, segment: _Segment, slot: int, version: int, host: str, keeper: str) -> None:
+    def __init__(self, segment: _Segment, slot: int, version: int, keeper: str, sender: tuple[str, str]) -> None:
         self._segment = segment
         self._slot = slot
         self._version = version
-        self._where = (host, keeper)
+        self._keeper, self._sender = keeper, sender
         self._view = segment.slots[slot]
         self._open = True
         self._pid = os.getpid()
@@ -102,7 +103,7 @@ class SlotWriter:
         self._open = False
         generation = self._view.finish(self._version)
         self._segment.versions[self._slot] = self._version
-        return ArenaSlot(*self._where, self._segment.name, self._slot, generation)
+        return ArenaSlot(host_id(), self._keeper, self._segment.name, self._slot, generation, *self._sender)
 
     def abandon(self) -> None:
         """Leaves the slot empty. Harmless after `finish` and when repeated."""
@@ -127,11 +128,12 @@ class HostArena:
     Args:
         capacity: versions that are kept beside the one being written; there are `capacity + 1` slots.
         linger: how long the memory stays for late readers after this process died.
+        serve_on: "host:port" where a sender serves it to other hosts; None: only this host reads.
     """
 
     def __init__(
         self, model: str, run: str, rank: int, *, capacity: int, keeper: str = DEFAULT_KEEPER,
-        linger: timedelta = timedelta(seconds=60),
+        linger: timedelta = timedelta(seconds=60), serve_on: str | None = None,
     ) -> None:  # fmt: skip
         if capacity < 0 or rank < 0 or linger < timedelta(0):
             raise Invalid(f"capacity {capacity}, rank {rank} and linger {linger} must not be negative", rank=rank)
@@ -139,6 +141,7 @@ class HostArena:
         self._slot_count = capacity + 1
         self._linger = linger
         self._client = KeeperClient(keeper, start=True)
+        self._sender = None if serve_on is None else SenderClient(keeper, serve_on)
         self._segments: list[_Segment] = []
         self._pid = os.getpid()
 
@@ -184,7 +187,7 @@ class HostArena:
         """A slot for `version`; one that holds none of `kept_versions`. Old segments that hold none are dropped.
 
         Raises `NoRoom` naming the kept versions if every slot holds one, `Internal` before `open_or_create`;
-        `Unavailable` or `Deadline` if the keeper died and cannot be replaced.
+        `Unavailable` or `Deadline` if the keeper or the sender died and cannot be replaced.
         """
         self._check_process()
         if not self._segments:
@@ -209,7 +212,8 @@ class HostArena:
             )  # fmt: skip
         # An abandoned slot first, else the oldest version: whoever still reads without a lease loses the least.
         slot = min(free, key=lambda n: current.versions[n])
-        return SlotWriter(current, slot, version, host_id(), self._client.name)
+        sender = ("", "") if self._sender is None else self._sender.announce(_until(end))
+        return SlotWriter(current, slot, version, self._client.name, sender)
 
     def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
         """Drops all segments; readers with a mapping finish what they began. Harmless when repeated, and in a child."""
@@ -234,6 +238,8 @@ class HostArena:
             segment.memfd.close()
         self._segments.clear()
         self._client.close()
+        if self._sender is not None:
+            self._sender.close()
 
     def _create(self, geometry: Geometry, end: float) -> _Segment:
         _register_fork_hook(self)

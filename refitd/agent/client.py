@@ -45,12 +45,15 @@ from refitd.domain.version import Evidence, Run, Version
 from refitd.rpc import convert
 from refitd.rpc.channel import TokenFile
 from refitd.transport.keeper_client import DEFAULT_KEEPER
+from refitd.transport.select import DEFAULT_TRANSPORTS, transports_named
+from refitd.transport.sender_client import check_serve_on
 from refitd.v1 import admin_pb2, versions_pb2
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from refitd.engine.destination import Destination
     from refitd.source.base import WeightSource
 
     Source = Mapping[str, torch.Tensor] | nn.Module | WeightSource
@@ -81,6 +84,10 @@ class RefitClient:
         linger: How long published bytes stay for readers after this client was closed, or its process died.
         keeper: Name of the process that keeps the host's arenas.
         serve_fences: Whether readers in other processes may take fences of this rank's storage, at its endpoint.
+        serve_on: host:port (port 0: a free one) of this host where published weights are served to other hosts, by a
+            process that all ranks of the host share; None: REFITD_SERVE_ON, else only this host reads.
+        transports: How `pull` and `pull_into` read, best first ("shm", "tcp", "collective"); None: REFITD_TRANSPORTS,
+            else shm, then tcp.
 
     Raises:
         Invalid: A malformed argument.
@@ -104,6 +111,8 @@ class RefitClient:
         linger: timedelta = timedelta(seconds=60),
         keeper: str = DEFAULT_KEEPER,
         serve_fences: bool = False,
+        serve_on: str | None = None,
+        transports: Collection[str] | None = None,
     ) -> None:
         if not arguments.text("model", model):
             raise Invalid("model is empty", advice='name the stream of versions, e.g. model="policy"', field="model")
@@ -121,8 +130,12 @@ class RefitClient:
             )  # fmt: skip
         linger = arguments.duration("linger", linger)
         settings = load_client_settings(
-            None if server is None else arguments.text("server", server), token_file=token_file, ca=ca
-        )
+            None if server is None else arguments.text("server", server), token_file=token_file, ca=ca,
+            serve_on=None if serve_on is None else arguments.text("serve_on", serve_on),
+            transports=list(arguments.names("transports", transports) or ()),
+        )  # fmt: skip
+        self._serve_on = check_serve_on(settings.serve_on)
+        self._transports = transports_named(settings.transports or DEFAULT_TRANSPORTS)
         self.model = model
         self._rank, self._world_size = rank, world_size
         self._run = run
@@ -179,6 +192,8 @@ class RefitClient:
             request_id: Makes a retry of the whole call safe: the version that this run sealed under it is returned. It
                 belongs to one step.
             schema_change: Allows a tensor set that differs from the previous version's.
+            gather: "own": every rank publishes only what its own optimizer wrote, right after the step: no collective,
+                no wait for a checkpoint that reads. "auto": all that it holds, gathered first where a gather is due.
             wait: "sealed", or "served": until `min_replicas` replicas serve it (None: all that live, at least one).
             on_unavailable: "skip": None is returned if the daemon is away (dead or silent) and nothing was gathered,
                 and training goes on.
@@ -262,7 +277,7 @@ class RefitClient:
 
     def pull_into(
         self,
-        target: nn.Module | Mapping[str, torch.Tensor],
+        target: nn.Module | Mapping[str, torch.Tensor] | Destination,
         version: int | None = None,
         *,
         static: Collection[str] = (),
@@ -270,7 +285,9 @@ class RefitClient:
     ) -> Version:
         """Overwrites a module's parameters and persistent buffers, or a mapping's tensors, in place; all or nothing.
 
-        Everything is staged and verified before the first byte is written. Names in `static` are left alone.
+        Everything is staged and verified before the first byte is written. Names in `static` are left alone. Of a
+        module of DTensors, and of a `refit_megatron.MegatronTarget`, every rank takes its own part: all its ranks call
+        this, with the same `version`.
         """
         number = arguments.whole_number("version", version or 0, 0)
         return self._read().pull_into(target, number, arguments.names("static", static) or (), Countdown(timeout))
@@ -353,7 +370,7 @@ class RefitClient:
         self._connection.check()
         with self._lock:
             if self._reader is None:
-                self._reader = Reader(self._connection, self.model)
+                self._reader = Reader(self._connection, self.model, self._transports)
             return self._reader
 
     def _trainer(self, timeout: timedelta) -> Publisher:
@@ -367,7 +384,7 @@ class RefitClient:
             self._fence_reporter.start()
             self._arena = HostArena(
                 self.model, str(self._info.run), self._rank, capacity=self._capacity, keeper=self._keeper,
-                linger=self._linger,
+                linger=self._linger, serve_on=self._serve_on,
             )  # fmt: skip
             self._publisher = Publisher(
                 self._connection, session, self._confirmer, Snapshots(self._rank, self._arena),

@@ -311,7 +311,8 @@ class InstallAgent:
         self._installed_run, self._installed_digest = manifest.version.run, manifest.version.digest
         self._report = ReplicaReport(
             ReplicaState.SERVING, version, 0, None, clock.timings,
-            staged.num_bytes, _transport_kind(staged), f"staged over {staged.transport}: {staged.choice_reason}",
+            staged.num_bytes, _transport_kind(staged), f"staged over {staged.transport}: {staged.choice_reason}"
+            + (f"; {self._engine.install_note}" if self._engine.install_note else ""),
         )  # fmt: skip
         self._gate.open()
 

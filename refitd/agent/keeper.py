@@ -27,8 +27,8 @@ import sys
 import time
 
 from refitd.transport import keeper_wire as wire
+from refitd.transport.background import EXIT_NAME_TAKEN, detach
 
-EXIT_NAME_TAKEN = 17
 # The starter connects within milliseconds; on a crowded machine it may be slow, and the keeper must still be there.
 _FIRST_GRACE_S = 5.0
 
@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
             return EXIT_NAME_TAKEN
         print(f"keeper {options.name!r} cannot bind its socket: {error}", file=sys.stderr)
         return 1
-    if not options.foreground and not _detach(listener):
+    if not options.foreground and not detach(listener, "refitd-keeper"):
         return 0
     listener.listen(128)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -251,28 +251,6 @@ def main(arguments: list[str] | None = None) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     Keeper(listener, options.grace).serve()
     return 0
-
-
-def _detach(listener: socket.socket) -> bool:
-    """Forks; True in the background process. The parent may end at once: who connects too early just tries again.
-
-    The background process calls `listen`, so that the kernel names it, and not the short-lived parent, as the peer.
-    """
-    if os.fork():
-        listener.close()
-        return False
-    os.setsid()
-    os.chdir("/")
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)
-    # Nothing of the starter's may live on here: descriptors that it had marked inheritable keep files and pipes open.
-    keep = listener.fileno()
-    os.closerange(3, keep)
-    os.closerange(keep + 1, 1 << 16)
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
-        comm.write("refitd-keeper")
-    return True
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from refitd.agent.outcome import Phases, Result, problem_of, result_of, stored_v
 from refitd.agent.published import PublishedWeights
 from refitd.agent.session import Session
 from refitd.agent.snapshot import RankShares, Snapshots, Staged
+from refitd.agent.sources import check_unchanged, own_slices
 from refitd.domain.agent import TrainerInfo
 from refitd.domain.errors import (
     CollectiveStuck,
@@ -66,6 +67,7 @@ class PublishRequest:
     Args:
         source: Gives the weights; called once, in the publishing thread, so that its failure is voted like any other.
         timeout: Of the whole call.
+        gather: "auto": the source's collective gather where needed; "own": none, see `refitd.agent.sources.own_slices`.
         wait: "sealed", or "served": until `min_replicas` (None: all that live, at least one) serve this version.
         on_unavailable: "skip": a dead or silent daemon is no error as long as nothing was gathered; the result is None.
     """
@@ -210,16 +212,13 @@ class Publisher:
             a.request = _checked(a.request)
             with a.phases("layout"):
                 a.source = a.request.source()
+                if a.request.gather == "own":
+                    a.source = own_slices(a.source)
                 a.layout = a.source.layout()
-                if not a.layout.tensors:
-                    raise Invalid(
-                        "the source has no tensors", advice="publish on every rank the tensors that it holds",
-                        field="source",
-                    )  # fmt: skip
                 a.layout_hash = self._layouts.put(a.layout, a.work)
             with a.phases("check"):
                 need, a.no_gather_reason = a.source.check()
-                a.need = GatherNeed(need)
+                a.need = GatherNeed.OWN if a.request.gather == "own" else GatherNeed(need)
             with a.phases("fence"):
                 # Ends before the votes of the others do, so that a refusal is still heard.
                 limit = a.work.part(VOTE_SHARE * FENCE_SHARE, at_most=a.request.timeout)
@@ -312,6 +311,7 @@ class Publisher:
         with a.phases("copy"):
             staged = self._copy(a, decision, shares)
         a.clearance.check()
+        check_unchanged(a.source)
         with a.phases("stage"):
             self._stage(a, decision, evidence, staged)
         with a.phases("seal"):
@@ -425,8 +425,8 @@ def _checked(request: PublishRequest) -> PublishRequest:
     """The request with plain ints and dicts. Raises `Unsupported` or `Invalid` for what no rank can do."""
     if request.mode != "snapshot":
         raise Unsupported(f'mode="{request.mode}" is not built yet', advice='use mode="snapshot"')
-    if request.gather != "auto":
-        raise Unsupported(f'gather="{request.gather}" is not built yet', advice='use gather="auto"')
+    if request.gather not in ("auto", "own"):
+        raise Invalid(f"gather={request.gather!r}", advice='use "auto" or "own"', field="gather")
     if request.wait == "queued":
         raise Unsupported(
             'wait="queued" needs asynchronous snapshots, which are not built yet', advice='use wait="sealed"'

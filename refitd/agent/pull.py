@@ -3,10 +3,12 @@
 Called by `refitd.agent.install`'s engines (as their `fetch`) and by `RefitClient.pull`. It is given a manifest, under a
 lease that the caller holds, and a destination layout; it knows no daemon, no engine and no framework.
 
+Each rank's share is read in the best way that reaches it: out of mapped memory, or received (`refitd.agent.remote`).
+
 What is proven, in this order: the shares' digest lists add up to the sealed class roots; the bytes that were read have
-the listed digests (a fragment of which the destination wants only a part is digested to its end, without a copy); no
-slot was rewritten before the last byte was read. Placements and plans are kept between versions, so that a version of a
-known placement costs array work only.
+the listed digests (those that were received, where they arrived; a fragment of which the destination wants only a part
+is digested to its end where it lies, without a copy); no slot was rewritten before the last byte was read. Placements
+and plans are kept between versions, so that a version of a known placement costs array work only.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from refitd.agent.route import Route, Sources, route_to, sources_of
+from refitd.agent.remote import Parts, about, parts_of, receiving, settle
+from refitd.agent.route import Route, Routes, Sources, sources_of
 from refitd.copy.dispatch import copy_runs
 from refitd.copy.runs import Buffer
 from refitd.domain.errors import Deadline, DigestMismatch, Internal, Invalid, VersionUnavailable
@@ -32,8 +35,7 @@ from refitd.domain.placement import place, placement_id
 from refitd.domain.version import Version
 from refitd.engine.base import Manifest, StageReport
 from refitd.transport.base import Share, Transport
-from refitd.transport.select import select
-from refitd.transport.shm import ShmTransport
+from refitd.transport.select import DEFAULT_TRANSPORTS, Choice, select, transports_named
 
 _NUM_PLACEMENTS = 4
 _NUM_PLANS = 16
@@ -49,19 +51,18 @@ class PullReport(StageReport):
 
 
 class Puller:
-    """Pulls over `transports`, best first (None: shared memory). Threads may share it; each call is independent.
+    """Pulls over `transports`, best first (None: `DEFAULT_TRANSPORTS`). Threads may share it; each call is independent.
 
     `threads` of the copy kernel; None: its own choice.
     """
 
     def __init__(self, transports: Sequence[Transport] | None = None, threads: int | None = None) -> None:
-        self._transports: tuple[Transport, ...] = (ShmTransport(),) if transports is None else tuple(transports)
+        self._transports = transports_named(DEFAULT_TRANSPORTS) if transports is None else tuple(transports)
         self._threads = threads
         self._lock = threading.Lock()
         self._sources: OrderedDict[str, Sources] = OrderedDict()
-        self._routes: OrderedDict[tuple[str, Layout], Route] = OrderedDict()
-        # The same object comes again and again; this spares hashing a layout of many thousand fragments.
-        self._latest: tuple[str, Route] | None = None
+        self._routes = Routes()
+        self._parts: OrderedDict[tuple[str, Layout, frozenset[int]], Parts] = OrderedDict()
         self._wholes: OrderedDict[tuple[str, tuple[str, ...] | None], Layout] = OrderedDict()
 
     def plan_whole(self, manifest: Manifest, names: Collection[str] | None = None) -> Layout:
@@ -102,39 +103,46 @@ class Puller:
 
         Raises:
             Incomplete, Invalid: the destination asks for what the version does not have; nothing was read.
-            VersionUnavailable: no transport reaches a share, or it is gone; the rank is named.
+            VersionUnavailable: no transport reaches a share, or it is gone; rank (and sender) are named.
+            Unauthenticated: a sender does not know the secret that the version tells; rank and address are named.
             DigestMismatch: lists or bytes are not those that were sealed; tensor, rank and version are named.
-            Deadline: naming the phase.
+            Deadline: naming the phase, and rank and address if a sender did not answer.
         """
         clock = _Clock(timeout, manifest.version)
         _check_buffers(destination, buffers)
         with clock.phase("plan"):
-            route = self._route(self._sources_of(manifest), destination)
+            route = self._routes.get(self._sources_of(manifest), destination)
         if not route.ranks_listed:
             return PullReport(0, "none", "the destination wants no bytes", clock.seconds)
         with ExitStack() as stack:
             with clock.phase("open"):
-                transport, reason, shares = self._open(manifest, route, verify, stack, clock)
+                choice, shares = self._open(manifest, route, verify, stack, clock)
+                parts = self._parts_of(route, shares)
             lists = np.zeros(len(route.read), np.uint64)
             if verify:
                 with clock.phase("check"):
-                    _check_lists(manifest.version, route, shares, lists)
-            memory = [shares[r].payload if r in shares else Buffer(0, 0) for r in range(len(route.sources.packed))]
+                    _check_lists(manifest.version, route, shares, lists, clock)
+            memory = [_memory(shares.get(rank)) for rank in range(len(route.sources.packed))]
             digests = np.zeros(len(route.read), np.uint64) if verify else None
             with clock.phase("copy"):
-                for runs in route.copies:
-                    clock.check("copy")
-                    copy_runs(runs, memory, buffers, digests, self._threads)
+                with receiving(parts, shares, _by_sender(manifest, choice, shares), buffers, clock):
+                    for rows in parts.copies:
+                        clock.check("copy")
+                        copy_runs(rows, memory, buffers, digests, self._threads)
+                settle(parts, buffers, digests, self._threads)
             if digests is not None:
                 with clock.phase("rest"):
-                    for runs in route.rests:
+                    for rows in parts.rests:
                         clock.check("rest")
-                        copy_runs(runs, memory, None, digests, self._threads)
+                        copy_runs(rows, memory, None, digests, self._threads)
+                    for rank, runs in parts.remote_rests.items():
+                        with about(rank):
+                            shares[rank].digest(runs, digests, clock.left)
             with clock.phase("verify"):
-                _validate(shares)
+                _validate(shares, clock)
                 if digests is not None:
                     _check_bytes(manifest.version, route, digests, lists)
-        return PullReport(route.num_bytes, transport.name, reason, clock.seconds)
+        return PullReport(route.num_bytes, _most_used(choice, parts), choice.reason, clock.seconds)
 
     def close(self) -> None:
         """Closes the transports."""
@@ -143,28 +151,30 @@ class Puller:
 
     def _open(
         self, manifest: Manifest, route: Route, verify: bool, stack: ExitStack, clock: _Clock
-    ) -> tuple[Transport, str, dict[int, Share]]:
+    ) -> tuple[Choice, dict[int, Share]]:
         ranks = route.ranks_listed if verify else route.ranks_read
         slots = {rank: manifest.version.shares[rank].arena for rank in ranks}
-        transport, reason = select(self._transports, slots, lambda: clock.left)
+        choice = select(self._transports, slots, lambda: clock.left)
         shares: dict[int, Share] = {}
         for rank, slot in slots.items():
-            try:
-                share = stack.enter_context(transport.open(slot, manifest.version.version, clock.left))
-            except VersionUnavailable as error:
-                raise VersionUnavailable(
-                    f"rank {rank}: {error.message}", advice=error.advice, **{**error.subject, "rank": rank}
-                ) from error
+            with about(rank):
+                share = choice.by_rank[rank].open(slot, manifest.version.version, clock.left)
+            stack.enter_context(share)
             layout = route.sources.packed[rank]
-            if share.payload.num_bytes != layout.buffer_bytes[0] or len(share.digests) != len(layout.fragments):
+            if share.num_bytes != layout.buffer_bytes[0] or len(share.digests) != len(layout.fragments):
                 raise DigestMismatch(
-                    f"rank {rank} keeps {share.payload.num_bytes} bytes in {len(share.digests)} fragments of version "
+                    f"rank {rank} keeps {share.num_bytes} bytes in {len(share.digests)} fragments of version "
                     f"{manifest.version.version}, not {layout.buffer_bytes[0]} in {len(layout.fragments)}",
                     advice="publish again; the arena was filled for another placement",
                     rank=rank, version=manifest.version.version,
                 )  # fmt: skip
             shares[rank] = share
-        return transport, reason, shares
+        return choice, shares
+
+    def _parts_of(self, route: Route, shares: dict[int, Share]) -> Parts:
+        remote = frozenset(rank for rank, share in shares.items() if share.payload is None)
+        key = (route.sources.placement.id, route.destination, remote)
+        return self._remember(self._parts, key, lambda: parts_of(route, remote), _NUM_PLANS)
 
     def _sources_of(self, manifest: Manifest) -> Sources:
         version = manifest.version
@@ -174,7 +184,16 @@ class Puller:
             raise Internal(f"the shares of version {version.version} are not those of ranks 0..n-1")
         hashes = [share.layout_hash for share in version.shares]
         key = placement_id(hashes)
-        sources = self._remember(self._sources, key, lambda: sources_of(place(hashes, manifest.layouts), manifest), 4)
+        sources = self._remember(
+            self._sources, key, lambda: sources_of(place(hashes, manifest.layouts), manifest), _NUM_PLACEMENTS
+        )
+        with self._lock:
+            placements = tuple(self._sources)
+            for parts in [key for key in self._parts if key[0] not in placements]:
+                del self._parts[parts]
+            for whole in [key for key in self._wholes if key[0] not in placements]:
+                del self._wholes[whole]
+        self._routes.keep(placements)
         if (version.placement_id and version.placement_id != key) or len(version.roots) != len(
             sources.placement.classes
         ):
@@ -184,15 +203,6 @@ class Puller:
                 version=version.version,
             )
         return sources
-
-    def _route(self, sources: Sources, destination: Layout) -> Route:
-        key = sources.placement.id
-        latest = self._latest
-        if latest is not None and latest[0] == key and latest[1].destination is destination:
-            return latest[1]
-        route = self._remember(self._routes, (key, destination), lambda: route_to(sources, destination), _NUM_PLANS)
-        self._latest = (key, route)
-        return route
 
     def _remember(self, kept: OrderedDict[_Key, _Kept], key: _Key, make: Callable[[], _Kept], most: int) -> _Kept:
         with self._lock:
@@ -246,17 +256,37 @@ def _check_buffers(destination: Layout, buffers: Sequence[Buffer]) -> None:
         raise Invalid(f"the destination needs buffers of {list(destination.buffer_bytes)} bytes, given are {got}")
 
 
-def _validate(shares: dict[int, Share]) -> None:
+def _memory(share: Share | None) -> Buffer:
+    """What a share maps; nothing for one that is received, or not read."""
+    return Buffer(0, 0) if share is None or share.payload is None else share.payload
+
+
+def _by_sender(manifest: Manifest, choice: Choice, shares: dict[int, Share]) -> list[list[int]]:
+    groups: dict[tuple[str, str], list[int]] = {}
     for rank, share in shares.items():
-        try:
-            share.validate()
-        except VersionUnavailable as error:
-            raise VersionUnavailable(
-                f"rank {rank}: {error.message}", advice=error.advice, **{**error.subject, "rank": rank}
-            ) from error
+        if share.payload is None:
+            key = (choice.by_rank[rank].name, manifest.version.shares[rank].arena.sender)
+            groups.setdefault(key, []).append(rank)
+    return list(groups.values())
 
 
-def _check_lists(version: Version, route: Route, shares: dict[int, Share], lists: NDArray[np.uint64]) -> None:
+def _most_used(choice: Choice, parts: Parts) -> str:
+    """The transport that most bytes came by; the choice's reason names all."""
+    moved: dict[str, int] = {}
+    for rank, transport in choice.by_rank.items():
+        moved[transport.name] = moved.get(transport.name, 0) + int(parts.bytes_by_rank[rank])
+    return max(moved, key=lambda name: moved[name])
+
+
+def _validate(shares: dict[int, Share], clock: _Clock) -> None:
+    for rank, share in shares.items():
+        with about(rank):
+            share.validate(clock.left)
+
+
+def _check_lists(
+    version: Version, route: Route, shares: dict[int, Share], lists: NDArray[np.uint64], clock: _Clock
+) -> None:
     """Copies the shares' lists to `lists` (the writer's memory may change) and checks them against the sealed roots."""
     sources = route.sources
     for rank, share in shares.items():
@@ -268,7 +298,7 @@ def _check_lists(version: Version, route: Route, shares: dict[int, Share], lists
     wrong = route.classes[roots[route.classes] != sealed[route.classes]]
     if len(wrong):
         # If a slot was rewritten meanwhile that is the cause, and retrying helps.
-        _validate(shares)
+        _validate(shares, clock)
         keep = np.unique(sources.fragment_rank[sources.fragment_class == wrong[0]])
         names = sorted({sources.tensor_of(int(f)) for f in np.flatnonzero(sources.fragment_class == wrong[0])})
         raise DigestMismatch(

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from refitd.agent.connection import Connection
 from refitd.agent.countdown import Countdown
@@ -25,13 +25,14 @@ from refitd.domain.plan import plan
 from refitd.domain.version import Version
 from refitd.engine.base import Manifest
 from refitd.rpc import convert
-from refitd.transport.shm import ShmTransport
+from refitd.transport.base import Transport
 from refitd.v1 import versions_pb2
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from refitd.engine.destination import Destination
     from refitd.source.mapping import StridedView
 
 RELEASE = timedelta(seconds=5)
@@ -48,16 +49,15 @@ class Weights(dict[str, "torch.Tensor"]):
 
 
 class Reader:
-    """Reads versions of one model. Any thread may call it; each call blocks up to its countdown."""
+    """Reads versions of one model, over `transports`. Any thread may call it; each call blocks up to its countdown."""
 
-    def __init__(self, connection: Connection, model: str) -> None:
+    def __init__(self, connection: Connection, model: str, transports: Sequence[Transport]) -> None:
         self._connection = connection
         self._model = model
         self._session = Session(connection, model)
         self._leasing = Leasing(connection, self._session, model)
         self._layouts = Layouts(connection)
-        self._transport = ShmTransport()
-        self._puller = Puller([self._transport])
+        self._puller = Puller(transports)
 
     def pull(self, version: int, names: Collection[str] | None, device: str, countdown: Countdown) -> Weights:
         """New tensors on `device`, each with storage of its own. `version` 0: the newest sealed.
@@ -84,20 +84,34 @@ class Reader:
 
     def pull_into(
         self,
-        target: nn.Module | Mapping[str, torch.Tensor],
+        target: nn.Module | Mapping[str, torch.Tensor] | Destination,
         version: int,
         static: Collection[str],
         countdown: Countdown,
     ) -> Version:
         """Overwrites the target's tensors in place, once the whole version is staged and verified. Returns its record.
 
+        A target of several ranks takes what is this rank's own; see `refitd.engine.destination`.
+
         Raises, before any byte is written: `Incomplete` (the version lacks a name), `Invalid` (the target lacks one,
         another shape or dtype, memory that cannot be written), and what `pull` raises. `Tainted` if a write broke.
         """
+        from refitd.engine.destination import land
         from refitd.engine.module import ModuleEngine
 
-        _check_writable(target, static)
-        engine = ModuleEngine(target, fetch=self._puller.fetch, static=static)
+        destination = _destination(target)
+        if destination is not None:
+            if version == 0 and destination.num_ranks > 1:
+                raise Invalid(
+                    f"the newest version may be another one on each of {destination.num_ranks} ranks",
+                    advice="pass version=, the same on all ranks", field="version",
+                )  # fmt: skip
+            with self._leased(version, countdown) as manifest:
+                land(destination, manifest, self._puller.fetch, static, countdown.left)
+                return manifest.version
+        tensors = cast("nn.Module | Mapping[str, torch.Tensor]", target)
+        _check_writable(tensors, static)
+        engine = ModuleEngine(tensors, fetch=self._puller.fetch, static=static)
         with self._leased(version, countdown) as manifest:
             engine.stage(manifest, countdown.left)
             engine.commit(manifest.version.version, countdown.left)
@@ -129,6 +143,23 @@ def _device(name: object) -> torch.device:
     raise Invalid(f"device {name!r} cannot be used: {problem}", advice='use "cpu" or "cuda:N"', field="device")
 
 
+def _destination(target: object) -> Destination | None:
+    """None for modules and mappings that one process holds whole. Raises `Invalid` for what can't be pulled into."""
+    from torch import nn
+
+    from refitd.engine.destination import Destination
+    from refitd.source.sharded import ShardedModule, is_sharded
+
+    if isinstance(target, nn.Module | Mapping):
+        return ShardedModule(target) if is_sharded(target) else None
+    if isinstance(target, Destination):
+        return target
+    raise Invalid(
+        f"a {type(target).__name__} cannot be pulled into",
+        advice="pass an nn.Module, a mapping from name to tensor, or a MegatronTarget", field="target",
+    )  # fmt: skip
+
+
 def _check_writable(target: nn.Module | Mapping[str, torch.Tensor], static: Collection[str]) -> None:
     """Raises `Invalid` naming tensors that share some of their memory, with each other or each with itself.
 
@@ -140,11 +171,6 @@ def _check_writable(target: nn.Module | Mapping[str, torch.Tensor], static: Coll
     from refitd.source.mapping import MappingSource, describe
     from refitd.source.module import module_tensors
 
-    if not isinstance(target, nn.Module | Mapping):
-        raise Invalid(
-            f"a {type(target).__name__} cannot be pulled into",
-            advice="pass an nn.Module or a mapping from name to tensor", field="target",
-        )  # fmt: skip
     named = module_tensors(target) if isinstance(target, nn.Module) else target
     views: dict[tuple[object, ...], tuple[StridedView, torch.Tensor]] = {}
     for name, tensor in named.items():

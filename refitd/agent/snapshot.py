@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from refitd.agent.arena import HostArena
 from refitd.agent.countdown import Countdown
 from refitd.copy.dispatch import copy_runs
-from refitd.copy.runs import Buffer, Runs
+from refitd.copy.runs import Buffer, StridedRuns
 from refitd.domain.digest import root_salt
-from refitd.domain.layout import Layout, packed
+from refitd.domain.layout import Layout, packed, packed_order
 from refitd.domain.plan import digest_plan, plan
 from refitd.domain.version import ArenaSlot
 
@@ -51,9 +51,9 @@ class _Plans:
     packed: Layout
     # Index of each kept fragment, in packed order.
     order: NDArray[np.int64]
-    copied: Runs
-    rest: Runs
-    everything: Runs
+    copied: StridedRuns
+    rest: StridedRuns
+    everything: StridedRuns
     classes: NDArray[np.int64]
     salts: NDArray[np.uint64]
 
@@ -86,7 +86,7 @@ class Snapshots:
         Raises `NoRoom`, `Unavailable` (keeper), `Deadline`.
         """
         plans = self._plans_of(layout, layout_hash, shares)
-        digests = np.zeros(len(layout.fragments), np.uint64)
+        digests = np.zeros(len(layout.rows), np.uint64)
         self._arena.open_or_create(plans.packed, layout_hash, shares.fragment_kept, kept_versions, countdown.left)
         with self._arena.begin(version, kept_versions, countdown.left) as slot:
             copy_runs(plans.copied, buffers, [slot.payload], digests)
@@ -98,7 +98,7 @@ class Snapshots:
     def digest(self, layout: Layout, layout_hash: str, buffers: Sequence[Buffer], shares: RankShares) -> Staged:
         """Digests all fragments and copies nothing, to compare with an older version. Blocks until done."""
         plans = self._plans_of(layout, layout_hash, shares)
-        digests = np.zeros(len(layout.fragments), np.uint64)
+        digests = np.zeros(len(layout.rows), np.uint64)
         copy_runs(plans.everything, buffers, None, digests)
         return Staged(digests, self._roots(plans, shares, digests), None, 0)
 
@@ -106,7 +106,7 @@ class Snapshots:
         """This rank's part of a version's digest: the salted sum over the fragments it keeps, modulo 2**64. Reads only
         those; blocks until done. The parts of all ranks add up to the digest."""
         plans = self._plans_of(layout, layout_hash, shares)
-        digests = np.zeros(len(layout.fragments), np.uint64)
+        digests = np.zeros(len(layout.rows), np.uint64)
         copy_runs(plans.copied, buffers, None, digests)
         return self.part_of(layout, layout_hash, shares, digests)
 
@@ -136,17 +136,14 @@ class Snapshots:
 def _make_plans(layout: Layout, shares: RankShares) -> _Plans:
     kept = np.array(shares.fragment_kept, np.bool_)
     destination = packed(layout, shares.fragment_kept)
-    fragments = layout.fragments
-    # The order of `packed`, which readers compute as well.
-    order = sorted(np.flatnonzero(kept), key=lambda n: (fragments[n].tensor, fragments[n].box.offset))
-    salt_of = [root_salt(tensor.name) for tensor in layout.tensors]
+    salt_of = np.array([root_salt(tensor.name) for tensor in layout.tensors], np.uint64)
     everything = digest_plan(layout)
     return _Plans(
         packed=destination,
-        order=np.array(order, np.int64),
-        copied=plan([layout], destination).runs,
-        rest=everything.select(~kept).runs,
-        everything=everything.runs,
+        order=packed_order(layout, kept),
+        copied=plan([layout], destination).rows,
+        rest=everything.select(~kept).rows,
+        everything=everything.rows,
         classes=np.array(shares.fragment_classes, np.int64),
-        salts=np.array([salt_of[fragment.tensor] for fragment in fragments], np.uint64),
+        salts=salt_of[layout.rows.tensor],
     )

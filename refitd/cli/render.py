@@ -39,6 +39,8 @@ def _fields(message: Message) -> list[FieldDescriptor]:
 
 
 def _field(message: Message, field: FieldDescriptor) -> Json:
+    if field.GetOptions().debug_redact:
+        return "(not shown)"
     value = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         of_value = field.message_type.fields_by_name["value"]

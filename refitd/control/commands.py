@@ -43,6 +43,11 @@ class PrepareRequest:
     metadata: Mapping[str, str] = field(default_factory=dict)
     finalise_pending: bool = False
 
+    @property
+    def gather(self) -> str:
+        """What publish() was called with."""
+        return "own" if self.gather_need is GatherNeed.OWN else "auto"
+
 
 @dataclass(frozen=True)
 class PrepareResponse:

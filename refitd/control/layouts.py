@@ -150,15 +150,22 @@ class Layouts:
         if not 0 <= request.rank < len(placement.ranks):
             raise Invalid(f"rank {request.rank} of a placement of {len(placement.ranks)} ranks", rank=request.rank)
         rank = placement.ranks[request.rank]
-        return c.GetPlacementResponse(self._journal.header, placement.classes, rank.classes, rank.kept)
+        classes, kept = tuple(rank.classes.tolist()), tuple(rank.kept.tolist())
+        return c.GetPlacementResponse(self._journal.header, placement.classes, classes, kept)
 
     async def placement(self, layout_hashes: Sequence[str]) -> Placement:
-        """Placement of ranks 0..n-1 with these layouts. Raises `Incomplete` or `Invalid` as `place` does."""
+        """Placement of ranks 0..n-1 with these layouts. Raises `Incomplete` or `Invalid` as `place` does, and `Invalid`
+        if none of them has a tensor."""
         name = placement_id(layout_hashes)
         placement = self._placements.get(name)
         if placement is None:
             layouts = {layout_hash: await self.layout(layout_hash) for layout_hash in dict.fromkeys(layout_hashes)}
             placement = await asyncio.to_thread(place, tuple(layout_hashes), layouts)
+            if not placement.tensors:
+                raise Invalid(
+                    "the source has no tensors on any rank", advice="publish on every rank the tensors that it holds",
+                    field="source",
+                )  # fmt: skip
             self._placements.put(name, placement)
         return placement
 

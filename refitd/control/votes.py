@@ -13,7 +13,7 @@ from refitd.domain.layout import Tensor
 from refitd.domain.version import Run
 
 # What must be equal in all votes of an attempt.
-AGREED_FIELDS = ("step", "world_size", "request_id", "hand_out", "schema_change", "capacity")
+AGREED_FIELDS = ("step", "world_size", "request_id", "hand_out", "gather", "schema_change", "capacity")
 
 
 @dataclass

@@ -30,8 +30,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from refitd.copy.runs import Buffer, Runs
+from refitd.copy.runs import Buffer, Runs, StridedRuns
 from refitd.domain.errors import Unsupported
+from refitd.domain.fragments import within
 
 _log = logging.getLogger(__name__)
 
@@ -220,29 +221,34 @@ stream = numba.njit(_stream, nogil=True)
 
 
 def _run_items(
-    source: Any, destination: Any, num_bytes: Any, offset: Any, salt: Any, atom: Any, first: int, stop: int, copy: int,
-    digest: Any,
+    source: Any, destination: Any, num_bytes: Any, offset: Any, count: Any, source_step: Any, destination_step: Any,
+    offset_step: Any, salt: Any, atom: Any, first: int, stop: int, copy: int, digest: Any,
 ) -> None:  # fmt: skip
     """Items first..stop-1; `digest[n]` becomes the digest of item n, 0 where `atom[n]` is 0 (no digest wanted)."""
     for n in range(first, stop):
         total = _U64(0)
-        done = 0
-        while done < num_bytes[n]:
-            size = num_bytes[n] - done
-            if atom[n] != 0:
-                size = min(size, _BLOCK - (offset[n] + done) % _BLOCK)
-                total += digest_block(source[n] + done, offset[n] + done, size, salt[n], atom[n])
-            if copy == _COPY:
-                copy_bytes(destination[n] + done, source[n] + done, size)
-            elif copy == _STREAM:
-                stream(destination[n] + done, source[n] + done, size)
-            done += size
+        start, to, place = source[n], destination[n], offset[n]
+        for _ in range(count[n]):
+            done = 0
+            while done < num_bytes[n]:
+                size = num_bytes[n] - done
+                if atom[n] != 0:
+                    size = min(size, _BLOCK - (place + done) % _BLOCK)
+                    total += digest_block(start + done, place + done, size, salt[n], atom[n])
+                if copy == _COPY:
+                    copy_bytes(to + done, start + done, size)
+                elif copy == _STREAM:
+                    stream(to + done, start + done, size)
+                done += size
+            start += source_step[n]
+            to += destination_step[n]
+            place += offset_step[n]
         digest[n] = total
     fence()
 
 
 _I64, _I64S = types.int64, types.int64[::1]
-_SIGNATURE = types.void(_I64S, _I64S, _I64S, _I64S, types.uint32[::1], _I64S, _I64, _I64, _I64, types.uint64[::1])
+_SIGNATURE = types.void(*[_I64S] * 8, types.uint32[::1], _I64S, _I64, _I64, _I64, types.uint64[::1])
 _compile_lock = threading.Lock()
 _kernel: Callable[..., None] | None = None
 
@@ -273,7 +279,7 @@ def default_threads() -> int:
 
 
 def copy_runs(
-    runs: Runs,
+    runs: Runs | StridedRuns,
     sources: Sequence[Buffer],
     destinations: Sequence[Buffer] | None,
     digests: NDArray[np.uint64] | None,
@@ -281,7 +287,7 @@ def copy_runs(
 ) -> None:
     """`refitd.copy.dispatch.copy_runs` for runs between host buffers that are known to lie within them."""
     kernel = _compiled()
-    runs = _cut(runs)
+    runs = _cut(runs.strided() if isinstance(runs, Runs) else runs)
     total, count = runs.total_bytes, len(runs)
     source = _addresses(sources)[runs.source] + runs.source_offset
     destination, copy = source, _NO_COPY
@@ -295,7 +301,8 @@ def copy_runs(
         if int(fragment.min()) < 0:
             wanted = np.flatnonzero(fragment >= 0)
         atom[wanted], salt[wanted] = runs.atom_bytes[fragment[wanted]], runs.salt[fragment[wanted]]
-    columns = (source, destination, runs.num_bytes, runs.tensor_offset)
+    steps = (runs.source_step, runs.destination_step, runs.tensor_step)
+    columns = (source, destination, runs.num_bytes, runs.tensor_offset, runs.count, *steps)
     items = (*(np.ascontiguousarray(column, np.int64) for column in columns), salt, atom)
     found = np.zeros(count, np.uint64)
 
@@ -304,7 +311,7 @@ def copy_runs(
         threads = 1
     # Chunks of equal bytes, more than threads, taken in turn: a busy core then costs its own share only.
     chunks = 1 if threads == 1 else 8 * threads
-    edges = np.searchsorted(np.cumsum(runs.num_bytes), np.arange(1, chunks) * (total / chunks))
+    edges = np.searchsorted(np.cumsum(runs.row_bytes), np.arange(1, chunks) * (total / chunks))
     edges = np.concatenate([[0], edges, [count]])
     turn = itertools.count()
 
@@ -327,17 +334,25 @@ def _addresses(buffers: Sequence[Buffer]) -> NDArray[np.int64]:
     return np.array([buffer.address for buffer in buffers], np.int64)
 
 
-def _cut(runs: Runs) -> Runs:
-    """The same bytes in runs of at most `_ITEM_BYTES`; cuts lie on whole blocks of the tensor."""
+def _cut(runs: StridedRuns) -> StridedRuns:
+    """The same bytes in rows of at most `_ITEM_BYTES`; cuts of a long run lie on whole blocks of the tensor."""
+    most = np.maximum(_ITEM_BYTES // np.maximum(runs.num_bytes, 1), 1)
+    parts = -(-runs.count // most)
+    if int(parts.max()) > 1:
+        row = np.repeat(np.arange(len(parts)), parts)
+        first = within(parts) * most[row]
+        runs = runs.cut(row, first, np.minimum(most[row], runs.count[row] - first))
     inside = runs.tensor_offset % _BLOCK
-    count = -(-(inside + runs.num_bytes) // _ITEM_BYTES)
-    if int(count.max()) <= 1:
+    parts = np.where(runs.count == 1, -(-(inside + runs.num_bytes) // _ITEM_BYTES), 1)
+    if int(parts.max()) <= 1:
         return runs
-    run = np.repeat(np.arange(len(count)), count)
-    turn = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
-    first = np.maximum(turn * _ITEM_BYTES - inside[run], 0)
-    last = np.minimum((turn + 1) * _ITEM_BYTES - inside[run], runs.num_bytes[run])
-    cut = runs.take(run)
+    row = np.repeat(np.arange(len(parts)), parts)
+    turn = within(parts)
+    first = np.maximum(turn * _ITEM_BYTES - inside[row], 0)
+    last = np.where(
+        parts[row] == 1, runs.num_bytes[row], np.minimum((turn + 1) * _ITEM_BYTES - inside[row], runs.num_bytes[row])
+    )
+    cut = runs.take(row)
     return replace(
         cut,
         source_offset=cut.source_offset + first,

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from refitd.copy.runs import Buffer, Runs
+from refitd.copy.runs import Buffer, Runs, StridedRuns
 from refitd.domain.errors import Invalid, Unsupported
 
 
 def copy_runs(
-    runs: Runs,
+    runs: Runs | StridedRuns,
     sources: Sequence[Buffer],
     destinations: Sequence[Buffer] | None,
     digests: NDArray[np.uint64] | None = None,
@@ -49,7 +49,13 @@ def copy_runs(
         raise Unsupported(f"no copy kernel for device {strange[0]!r}", advice='use buffers on "cpu" or "cuda:N"')
     from refitd.copy import cuda
 
-    cuda.copy_runs(runs, sources, destinations, digests, threads)
+    cuda.copy_runs(runs if isinstance(runs, Runs) else runs.expanded(), sources, destinations, digests, threads)
+
+
+def check_destinations(runs: Runs, destinations: Sequence[Buffer]) -> None:
+    """Raises `Invalid` if a run leaves its destination. For those who write to destinations by other means."""
+    if len(runs):
+        _check_side("destination", runs.destination, runs.destination_offset, runs.num_bytes, destinations)
 
 
 def _cpu_kernel() -> Callable[..., None]:
@@ -63,7 +69,7 @@ def _cpu_kernel() -> Callable[..., None]:
 
 
 def _check(
-    runs: Runs,
+    runs: Runs | StridedRuns,
     sources: Sequence[Buffer],
     destinations: Sequence[Buffer] | None,
     digests: NDArray[np.uint64] | None,
@@ -73,16 +79,29 @@ def _check(
     size, fragment = runs.num_bytes, runs.fragment
     if not len(runs):
         return
-    _check_side("source", runs.source, runs.source_offset, size, sources)
-    if destinations is not None:
-        _check_side("destination", runs.destination, runs.destination_offset, size, destinations)
+    ends = [(runs.source_offset, runs.destination_offset, runs.tensor_offset)]
+    if isinstance(runs, StridedRuns):
+        # Between the first and the last run of a row lie the others.
+        last = runs.count - 1
+        steps = (runs.source_step, runs.destination_step, runs.tensor_step)
+        source, destination, tensor = (start + last * step for start, step in zip(ends[0], steps, strict=True))
+        ends.append((source, destination, tensor))
+        if int(last.min()) < 0:
+            raise Invalid("a row has no run")
+    for source_offset, destination_offset, _ in ends:
+        _check_side("source", runs.source, source_offset, size, sources)
+        if destinations is not None:
+            _check_side("destination", runs.destination, destination_offset, size, destinations)
     if int(fragment.min()) < -1 or int(fragment.max()) >= runs.num_fragments:
         raise Invalid(f"a run belongs to a fragment beyond the {runs.num_fragments} there are")
-    if int(size.min()) < 0 or int(runs.tensor_offset.min()) < 0:
+    if int(size.min()) < 0 or any(int(tensor_offset.min()) < 0 for _, _, tensor_offset in ends):
         raise Invalid("a run has a negative length or offset")
     live = fragment >= 0
     atom = runs.atom_bytes[fragment[live]]
-    if np.any((atom != 1) & (atom != 2)) or np.any((size[live] | runs.tensor_offset[live]) & (atom - 1)):
+    cut = np.bitwise_or.reduce([size, *(tensor_offset for _, _, tensor_offset in ends)])
+    if isinstance(runs, StridedRuns):
+        cut = cut | np.where(runs.count > 1, runs.tensor_step, 0)
+    if np.any((atom != 1) & (atom != 2)) or np.any(cut[live] & (atom - 1)):
         raise Invalid("a run cuts an atom of its tensor")
 
 

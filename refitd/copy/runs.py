@@ -1,13 +1,13 @@
-"""What the copy kernels work on: byte ranges in memory, and the runs between them (`refitd.domain.plan.Runs`)."""
+"""What the copy kernels work on: byte ranges in memory, and the runs between them (`refitd.domain.runs`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from refitd.domain.plan import Runs
+from refitd.domain.runs import Runs, StridedRuns
 
-__all__ = ["Buffer", "Runs"]
+__all__ = ["Buffer", "Runs", "StridedRuns"]
 
 
 @dataclass(frozen=True)

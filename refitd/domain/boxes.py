@@ -1,4 +1,4 @@
-"""Box arithmetic in numpy: many boxes at once, intersected and cut into contiguous byte pieces.
+"""Box arithmetic in numpy: many boxes at once, intersected and turned into strided byte runs.
 
 `refitd.domain.plan` calls it and gives the outcome its meaning. Boxes of fewer dimensions than the largest are padded
 in front with extent 1, so that all are rows of one array.
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from refitd.domain.dtype import item_bytes
-from refitd.domain.layout import Layout, contiguous_strides
-
-Ints = NDArray[np.int64]
+from refitd.domain.fragments import Ints, Mask, within
+from refitd.domain.layout import Layout
+from refitd.domain.memory import loops_of
+from refitd.domain.runs import StridedRuns
 
 # Pairs of boxes looked at together; bounds the memory of `meet` (about 150 bytes each).
 _PAIRS_AT_ONCE = 1 << 20
@@ -48,85 +48,58 @@ class Pairs:
     low: Ints
     extent: Ints
 
-
-@dataclass(frozen=True)
-class Pieces:
-    """Contiguous byte pieces, as parallel arrays. `fragment` is the held one, `target` the wanted row."""
-
-    source: Ints
-    source_offset: Ints
-    destination: Ints
-    destination_offset: Ints
-    num_bytes: Ints
-    tensor_offset: Ints
-    fragment: Ints
-    target: Ints
-    tensor: Ints
-
-    def coalesced(self) -> Pieces:
-        """Neighbours of one held fragment that go on in source, destination and tensor become one piece."""
-        if len(self.num_bytes) < 2:
-            return self
-        goes_on = (
-            (self.fragment[1:] == self.fragment[:-1])
-            & (self.destination[1:] == self.destination[:-1])
-            & (self.source_offset[1:] - self.source_offset[:-1] == self.num_bytes[:-1])
-            & (self.destination_offset[1:] - self.destination_offset[:-1] == self.num_bytes[:-1])
-            & (self.tensor_offset[1:] - self.tensor_offset[:-1] == self.num_bytes[:-1])
-        )
-        if not goes_on.any():
-            return self
-        first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
-        return Pieces(
-            self.source[first],
-            self.source_offset[first],
-            self.destination[first],
-            self.destination_offset[first],
-            np.add.reduceat(self.num_bytes, first),
-            self.tensor_offset[first],
-            self.fragment[first],
-            self.target[first],
-            self.tensor[first],
-        )
+    def take(self, chosen: Mask | Ints) -> Pairs:
+        return Pairs(self.held[chosen], self.wanted[chosen], self.low[chosen], self.extent[chosen])
 
 
 def dims_of(layouts: Sequence[Layout]) -> int:
     """The largest number of dimensions of any tensor."""
-    return max((len(tensor.shape) for layout in layouts for tensor in layout.tensors), default=0)
+    return max((layout.table.shape.shape[1] for layout in layouts), default=0)
 
 
 def boxes_of(layouts: Sequence[Layout], names: Mapping[str, int], dims: int) -> Boxes:
     """The fragments of all tensors that `names` numbers, padded to `dims` dimensions; others are left out."""
-    scalars: list[tuple[int, int, int, int, int]] = []
-    rows: list[tuple[int, ...]] = []
+    parts: list[tuple[Ints, ...]] = []
+    # Replicas pack other fragments of the same tensors, so that many layouts share one tuple of them.
+    numbers: dict[int, Ints] = {}
     first_fragment = first_buffer = 0
     for layout in layouts:
-        facts = [
-            (names.get(t.name, -1), size, (0,) * (dims - len(t.shape)) + contiguous_strides(t.shape, size))
-            for t in layout.tensors
-            for size in (item_bytes(t.dtype),)
-        ]
-        for number, fragment in enumerate(layout.fragments, first_fragment):
-            tensor, size, logical = facts[fragment.tensor]
-            if tensor >= 0:
-                box = fragment.box
-                pad = (0,) * (dims - len(box.offset))
-                scalars.append((tensor, number, first_buffer + fragment.buffer, fragment.byte_offset, size))
-                rows.append(
-                    pad + box.offset + tuple(1 for _ in pad) + box.extent + pad + fragment.byte_strides + logical
-                )
-        first_fragment += len(layout.fragments)
+        number = numbers.get(id(layout.tensors))
+        if number is None:
+            number = np.array([names.get(tensor.name, -1) for tensor in layout.tensors], np.int64)
+            numbers[id(layout.tensors)] = number
+        rows, table = layout.rows, layout.table
+        known = np.flatnonzero(number[rows.tensor] >= 0) if len(rows) else np.zeros(0, np.int64)
+        fragment = first_fragment + known
+        rows = (rows if len(known) == len(rows) else rows.take(known)).padded(dims)
+        logical = np.pad(table.byte_strides, ((0, 0), (dims - table.byte_strides.shape[1], 0)))
+        logical = np.where(np.arange(dims) >= dims - rows.num_dims[:, None], logical[rows.tensor], 0)
+        item = table.item_bytes[rows.tensor]
+        scalars = (number[rows.tensor], fragment, first_buffer + rows.buffer, rows.byte_offset, item)
+        parts.append((*scalars, rows.offset, rows.extent, rows.byte_strides, logical))
+        first_fragment += len(layout.rows)
         first_buffer += len(layout.buffer_bytes)
-    columns = np.array(scalars, np.int64).reshape(len(scalars), 5).T
-    table = np.array(rows, np.int64).reshape(len(rows), 4, dims)
-    return Boxes(*columns, *(table[:, part] for part in range(4)))
+    if not parts:
+        none, rows_of_none = np.zeros(0, np.int64), np.zeros((0, dims), np.int64)
+        return Boxes(*[none] * 5, *[rows_of_none] * 4)
+    return Boxes(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def meet(held: Boxes, wanted: Boxes) -> Pairs:
-    """All non-empty intersections of boxes of the same tensor, by held fragment and place in the tensor."""
-    order = np.argsort(held.tensor, kind="stable")
-    begin = np.searchsorted(held.tensor[order], wanted.tensor, side="left")
-    count = np.searchsorted(held.tensor[order], wanted.tensor, side="right") - begin
+def meet(held: Boxes, wanted: Boxes, tensor_bytes: Ints) -> Pairs:
+    """All non-empty intersections of boxes of the same tensor, by held box and place in the tensor.
+
+    Each box reaches from its first to its last element on a line that all tensors (of `tensor_bytes`) lie on one after
+    the other; only boxes that reach into one another there are compared.
+    """
+    base = np.cumsum(tensor_bytes) - tensor_bytes
+    start, end = _reach(held, base)
+    live = np.flatnonzero(end > start)
+    order = live[np.argsort(start[live], kind="stable")]
+    start, reached = start[order], np.maximum.accumulate(end[order])
+    from_, to = _reach(wanted, base)
+    begin = np.searchsorted(reached, from_, side="right")
+    count = np.maximum(np.searchsorted(start, to, side="left") - begin, 0)
+    count[to <= from_] = 0
     ends = np.cumsum(count)
     parts: list[Pairs] = []
     row = 0
@@ -135,68 +108,19 @@ def meet(held: Boxes, wanted: Boxes) -> Pairs:
         limit = (int(ends[row - 1]) if row else 0) + _PAIRS_AT_ONCE
         stop = max(row + 1, int(np.searchsorted(ends, limit, side="right")))
         right = np.repeat(np.arange(row, stop), count[row:stop])
-        left = order[np.repeat(begin[row:stop], count[row:stop]) + _within(count[row:stop])]
+        left = order[np.repeat(begin[row:stop], count[row:stop]) + within(count[row:stop])]
         low = np.maximum(held.offset[left], wanted.offset[right])
         high = np.minimum(held.offset[left] + held.extent[left], wanted.offset[right] + wanted.extent[right])
-        live = np.flatnonzero((high > low).all(axis=1))
-        parts.append(Pairs(left[live], right[live], low[live], high[live] - low[live]))
+        common = np.flatnonzero((high > low).all(axis=1))
+        parts.append(Pairs(left[common], right[common], low[common], high[common] - low[common]))
         row = stop
     if not parts:
         none = np.zeros(0, np.int64)
         return Pairs(none, none, held.offset[:0], held.offset[:0])
-    left, right, low, extent = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("held", "wanted", "low", "extent")
-    )
-    place = (low * held.logical_stride[left]).sum(axis=1)
-    order = np.lexsort((place, held.fragment[left]))
-    return Pairs(left[order], right[order], low[order], extent[order])
-
-
-def pieces_of(held: Boxes, wanted: Boxes, pairs: Pairs) -> Pieces:
-    """The longest pieces that are contiguous in source, destination and tensor, by held fragment and place in it."""
-    left, right = pairs.held, pairs.wanted
-    source_stride, destination_stride = held.stride[left], wanted.stride[right]
-    logical_stride = held.logical_stride[left]
-    source = held.byte_offset[left] + ((pairs.low - held.offset[left]) * source_stride).sum(axis=1)
-    destination = wanted.byte_offset[right] + ((pairs.low - wanted.offset[right]) * destination_stride).sum(axis=1)
-    logical = (pairs.low * logical_stride).sum(axis=1)
-
-    # Inner dimensions join the piece as long as all three strides go on without a gap; the rest are loops around it.
-    num_bytes, outer = held.item_bytes[left].copy(), pairs.extent.copy()
-    joins = np.ones(len(left), np.bool_)
-    dims = outer.shape[1]
-    for dim in reversed(range(dims)):
-        dense = (
-            (source_stride[:, dim] == num_bytes)
-            & (destination_stride[:, dim] == num_bytes)
-            & (logical_stride[:, dim] == num_bytes)
-        )
-        joins &= dense | (pairs.extent[:, dim] == 1)
-        num_bytes[joins] *= outer[joins, dim]
-        outer[joins, dim] = 1
-
-    count = outer.prod(axis=1)
-    pair = np.repeat(np.arange(len(left)), count)
-    step = _within(count)
-    source_offset, destination_offset, tensor_offset = source[pair], destination[pair], logical[pair]
-    for dim in reversed(range(dims)):
-        if (outer[:, dim] == 1).all():
-            continue
-        step, place = np.divmod(step, outer[pair, dim])
-        source_offset += place * source_stride[pair, dim]
-        destination_offset += place * destination_stride[pair, dim]
-        tensor_offset += place * logical_stride[pair, dim]
-    return Pieces(
-        source=held.buffer[left][pair],
-        source_offset=source_offset,
-        destination=wanted.buffer[right][pair],
-        destination_offset=destination_offset,
-        num_bytes=num_bytes[pair],
-        tensor_offset=tensor_offset,
-        fragment=held.fragment[left][pair],
-        target=right[pair],
-        tensor=held.tensor[left][pair],
-    )
+    names = ("held", "wanted", "low", "extent")
+    pairs = Pairs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    place = (pairs.low * held.logical_stride[pairs.held]).sum(axis=1)
+    return pairs.take(np.lexsort((place, pairs.held)))
 
 
 def themselves(held: Boxes) -> Pairs:
@@ -205,6 +129,58 @@ def themselves(held: Boxes) -> Pairs:
     return Pairs(whole, whole, held.offset[whole], held.extent[whole])
 
 
-def _within(count: Ints) -> Ints:
-    """0..count[0]-1, then 0..count[1]-1, and so on."""
-    return np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+def runs_of(
+    held: Boxes, wanted: Boxes, pairs: Pairs, salt: NDArray[np.uint32], atom_bytes: Ints
+) -> tuple[StridedRuns, Ints]:
+    """The rows of the longest runs that are contiguous in source, destination and tensor, by place in the source; and
+    the pair of each row. `fragment` is the held one; `salt` and `atom_bytes` are per fragment."""
+    left, right = pairs.held, pairs.wanted
+    steps = np.stack([held.stride[left], wanted.stride[right], held.logical_stride[left]])
+    starts = np.stack(
+        [
+            held.byte_offset[left] + ((pairs.low - held.offset[left]) * steps[0]).sum(axis=1),
+            wanted.byte_offset[right] + ((pairs.low - wanted.offset[right]) * steps[1]).sum(axis=1),
+            (pairs.low * steps[2]).sum(axis=1),
+        ]
+    )
+    num_bytes, turns, steps = loops_of(held.item_bytes[left], pairs.extent, steps)
+    # The longest loop becomes the row; the others are written out.
+    every = np.arange(len(left))
+    longest = turns.argmax(axis=1) if turns.shape[1] else np.zeros(len(left), np.int64)
+    if turns.shape[1]:
+        count, step = turns[every, longest], steps[:, every, longest]
+        turns[every, longest] = 1
+    else:
+        count, step = np.ones(len(left), np.int64), np.zeros((3, len(left)), np.int64)
+    times = turns.prod(axis=1)
+    pair, turn = np.repeat(every, times), within(times)
+    starts = starts[:, pair]
+    for loop in range(turns.shape[1]):
+        if bool((turns[:, loop] > 1).any()):
+            turn, place = np.divmod(turn, turns[pair, loop])
+            starts += place * steps[:, pair, loop]
+    order = np.lexsort((starts[0], held.buffer[left][pair]))
+    pair = pair[order]
+    rows = StridedRuns(
+        source=held.buffer[left][pair],
+        source_offset=starts[0][order],
+        destination=wanted.buffer[right][pair],
+        destination_offset=starts[1][order],
+        num_bytes=num_bytes[pair],
+        tensor_offset=starts[2][order],
+        fragment=held.fragment[left][pair],
+        salt=salt,
+        atom_bytes=atom_bytes,
+        count=count[pair],
+        source_step=step[0][pair],
+        destination_step=step[1][pair],
+        tensor_step=step[2][pair],
+    )
+    return rows, pair
+
+
+def _reach(boxes: Boxes, base: Ints) -> tuple[Ints, Ints]:
+    """First byte and the one after the last on the line of all tensors; empty for a box without elements."""
+    start = base[boxes.tensor] + (boxes.offset * boxes.logical_stride).sum(axis=1)
+    end = start + ((boxes.extent - 1) * boxes.logical_stride).sum(axis=1) + boxes.item_bytes
+    return start, np.where(boxes.extent.all(axis=1), end, start)

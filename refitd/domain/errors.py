@@ -250,6 +250,12 @@ class Unsupported(RefitError):
     reason, code = "UNSUPPORTED", "FAILED_PRECONDITION"
 
 
+class Untraceable(RefitError):
+    """An engine's loader does what cannot be recorded as copies and operations; the tensor or operation is named."""
+
+    reason, code = "UNTRACEABLE", "FAILED_PRECONDITION"
+
+
 class EvidenceTooWeak(RefitError):
     """The source can prove less than require_evidence asks for; nothing was staged."""
 

@@ -2,7 +2,8 @@
 
 A replication class is a set of ranks that hold the same boxes. Replicas of a class are compared by one root, and each
 box is kept in the arena of one of them, so that a version is kept once. The function is pure and deterministic: the
-daemon checks wholeness with it, and readers compute the same shares from the same layouts.
+daemon checks wholeness with it, and readers compute the same shares from the same layouts. It works on arrays, and on
+each distinct layout once: replicas of a rank add next to nothing.
 """
 
 from __future__ import annotations
@@ -10,34 +11,50 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import NoReturn
 
-from refitd.domain.dtype import item_bytes
+import numpy as np
+
+from refitd.domain.choice import choose
+from refitd.domain.cover import cover
 from refitd.domain.errors import Incomplete, Invalid
-from refitd.domain.layout import Box, Layout, Tensor
+from refitd.domain.fragments import Box, Ints, Mask
+from refitd.domain.layout import Layout, Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankPlacement:
-    """Per fragment of one rank's layout: its class, and whether this rank keeps it."""
+    """Per fragment of one rank's layout: its class, whether this rank keeps it, and its number among all boxes."""
 
-    classes: tuple[int, ...]
-    kept: tuple[bool, ...]
+    classes: Ints
+    kept: Mask
+    boxes: Ints
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placement:
-    """Classes (ascending ranks of each) and the placement of each rank."""
+    """Classes (ascending ranks of each) and the placement of each rank; per distinct box its class and its bytes."""
 
     id: str
     classes: tuple[tuple[int, ...], ...]
     ranks: tuple[RankPlacement, ...]
     tensors: tuple[Tensor, ...]
     schema_hash: str
+    box_class: Ints
+    box_bytes: Ints
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def served(self, distances: Sequence[int] | None = None, load: Ints | None = None, turn: int = 0) -> list[Mask]:
+        """Per rank, which fragments a reader takes from it when every holder could serve them: each box once.
+
+        For live buffers and own slices, where nothing is kept in one place only; arguments as `choose`.
+        """
+        ranks = len(self.ranks)
+        server = choose(self.box_bytes, self.box_class, self.classes, ranks, distances=distances, load=load, turn=turn)
+        return [server[rank.boxes] == number for number, rank in enumerate(self.ranks)]
 
 
 def placement_id(layout_hashes: Sequence[str]) -> str:
@@ -61,97 +78,162 @@ def place(layout_hashes: Sequence[str], layouts: Mapping[str, Layout]) -> Placem
         Incomplete: some element of a tensor is held by no rank, or boxes of different ranks overlap without being
             equal; tensor and ranks are named.
     """
-    tensors: dict[str, tuple[Tensor, int]] = {}
-    holders: dict[tuple[str, Box], list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, layout_hash in enumerate(layout_hashes):
-        layout = layouts[layout_hash]
-        for tensor in layout.tensors:
-            known, first = tensors.setdefault(tensor.name, (tensor, rank))
-            if known != tensor:
-                raise Invalid(
-                    f"ranks {first} and {rank} describe {tensor.name!r} differently: {known.shape} {known.dtype} and "
-                    f"{tensor.shape} {tensor.dtype}",
-                    advice="all ranks must publish the same model",
-                    tensor=tensor.name, ranks=[first, rank],
-                )  # fmt: skip
-        for fragment in layout.fragments:
-            key = (layout.tensors[fragment.tensor].name, fragment.box)
-            ranks = holders.setdefault(key, [])
-            if ranks and ranks[-1] == rank:
-                raise Invalid(f"rank {rank} lists {key[0]!r} {fragment.box} twice", tensor=key[0], rank=rank)
-            ranks.append(rank)
-    _check_cover(tensors, holders)
+        ranks_of.setdefault(layout_hash, []).append(rank)
+    distinct = [(layouts[layout_hash], ranks) for layout_hash, ranks in ranks_of.items()]
+    tensors, numbers = _tensors(distinct)
+    merged = _Merged.of(distinct, tensors, numbers)
+    _check_cover(tensors, merged, distinct)
 
-    members = sorted({tuple(ranks) for ranks in holders.values()})
-    class_of = {ranks: number for number, ranks in enumerate(members)}
-    keeper = _keepers(tensors, holders, len(layout_hashes))
+    of_box, held_by = _classes(merged, distinct)
+    members = sorted(set(held_by.values()))
+    number = {ranks: index for index, ranks in enumerate(members)}
+    final = np.zeros(max(held_by, default=-1) + 1, np.int64)
+    for old, ranks in held_by.items():
+        final[old] = number[ranks]
+    box_class = final[of_box]
+    keeper = choose(merged.num_bytes, box_class, members, len(layout_hashes))
+
+    placed = {layout_hash: (boxes, box_class[boxes]) for layout_hash, boxes in zip(ranks_of, merged.boxes, strict=True)}
     rank_placements = []
     for rank, layout_hash in enumerate(layout_hashes):
-        layout = layouts[layout_hash]
-        keys = [(layout.tensors[f.tensor].name, f.box) for f in layout.fragments]
-        rank_placements.append(
-            RankPlacement(
-                tuple(class_of[tuple(holders[key])] for key in keys), tuple(keeper[key] == rank for key in keys)
+        boxes, classes = placed[layout_hash]
+        rank_placements.append(RankPlacement(classes, keeper[boxes] == rank, boxes))
+    ordered = tuple(sorted((tensor for tensor, _ in tensors), key=lambda tensor: tensor.name))
+    return Placement(
+        placement_id(layout_hashes), tuple(members), tuple(rank_placements), ordered, schema_hash(ordered), box_class,
+        merged.num_bytes,
+    )  # fmt: skip
+
+
+_Distinct = Sequence[tuple[Layout, list[int]]]
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """The distinct boxes of all layouts: tensor, offset and extent [N, D], bytes; per layout, each fragment's box."""
+
+    tensor: Ints
+    offset: Ints
+    extent: Ints
+    num_bytes: Ints
+    boxes: list[Ints]
+
+    @staticmethod
+    def of(distinct: _Distinct, tensors: Sequence[tuple[Tensor, int]], numbers: Sequence[Ints]) -> _Merged:
+        dims = max((len(tensor.shape) for tensor, _ in tensors), default=0)
+        rows = [layout.rows.padded(dims) for layout, _ in distinct]
+        parts = [(number[row.tensor], row.offset, row.extent) for number, row in zip(numbers, rows, strict=True)]
+        if not parts:
+            none, wide = np.zeros(0, np.int64), np.zeros((0, dims), np.int64)
+            return _Merged(none, wide, wide, none, [])
+        tensor, offset, extent = (np.concatenate(column) for column in zip(*parts, strict=True))
+        num_bytes = np.concatenate([layout.sizes for layout, _ in distinct])
+        table = np.column_stack([tensor, offset, extent])
+        order = _sorted_rows(table)
+        first = np.ones(len(order), np.bool_)
+        first[1:] = (table[order[1:]] != table[order[:-1]]).any(axis=1)
+        box = np.empty(len(order), np.int64)
+        box[order] = np.cumsum(first) - 1
+        kept = order[first]
+        edges = np.cumsum([len(row) for row in rows])[:-1]
+        return _Merged(tensor[kept], offset[kept], extent[kept], num_bytes[kept], np.split(box, edges))
+
+
+def _sorted_rows(table: Ints) -> Ints:
+    """The stable order of the rows of a matrix."""
+    moving = [column for column in table.T if len(column) and bool((column != column[0]).any())]
+    return np.lexsort(tuple(reversed(moving))) if moving else np.arange(len(table))
+
+
+def _tensors(distinct: _Distinct) -> tuple[list[tuple[Tensor, int]], list[Ints]]:
+    """All tensors, each with the first rank that lists it; and per layout the number of each of its tensors."""
+    tensors: list[tuple[Tensor, int]] = []
+    number_of: dict[str, int] = {}
+    numbers = []
+    for layout, ranks in distinct:
+        own = np.empty(len(layout.tensors), np.int64)
+        for place, tensor in enumerate(layout.tensors):
+            number = number_of.setdefault(tensor.name, len(tensors))
+            own[place] = number
+            if number == len(tensors):
+                tensors.append((tensor, ranks[0]))
+                continue
+            known, first = tensors[number]
+            if known is not tensor and (known.shape != tensor.shape or known.dtype != tensor.dtype):
+                raise Invalid(
+                    f"ranks {first} and {ranks[0]} describe {tensor.name!r} differently: {known.shape} {known.dtype} "
+                    f"and {tensor.shape} {tensor.dtype}",
+                    advice="all ranks must publish the same model",
+                    tensor=tensor.name, ranks=[first, ranks[0]],
+                )  # fmt: skip
+        numbers.append(own)
+    return tensors, numbers
+
+
+def _classes(merged: _Merged, distinct: _Distinct) -> tuple[Ints, dict[int, tuple[int, ...]]]:
+    """Per box a number that boxes with the same holders share, and the ranks behind each number.
+
+    Boxes of each layout are split off from whatever class they were in; after all layouts only equals are together.
+    """
+    of_box = np.zeros(len(merged.tensor), np.int64)
+    held_by: dict[int, tuple[int, ...]] = {0: ()}
+    for boxes, (_, ranks) in zip(merged.boxes, distinct, strict=True):
+        before, which = np.unique(of_box[boxes], return_inverse=True)
+        top = len(held_by)
+        for number, old in enumerate(before.tolist(), top):
+            held_by[number] = tuple(sorted((*held_by[old], *ranks)))
+        of_box[boxes] = top + which
+    return of_box, {number: held_by[number] for number in np.unique(of_box).tolist()}
+
+
+def _check_cover(tensors: Sequence[tuple[Tensor, int]], merged: _Merged, distinct: _Distinct) -> None:
+    for boxes, (_, ranks) in zip(merged.boxes, distinct, strict=True):
+        counts = np.bincount(boxes, minlength=0)
+        if len(counts) and int(counts.max()) > 1:
+            number = int(counts.argmax())
+            name = tensors[int(merged.tensor[number])][0].name
+            raise Invalid(
+                f"rank {ranks[0]} lists {name!r} {_box(merged, number, tensors)} twice", tensor=name, rank=ranks[0]
             )
-        )
-    ordered = tuple(tensors[name][0] for name in sorted(tensors))
-    return Placement(placement_id(layout_hashes), tuple(members), tuple(rank_placements), ordered, schema_hash(ordered))
+    dims = merged.offset.shape[1]
+    shape = np.array([(1,) * (dims - len(tensor.shape)) + tensor.shape for tensor, _ in tensors], np.int64)
+    shape = shape.reshape(len(tensors), dims)
+    found = cover(np.zeros_like(shape), shape, merged.tensor, merged.offset, merged.extent)
+    listed = np.bincount(merged.tensor, minlength=len(tensors)) > 0
+    # In the order in which ranks list them, so that the same mistake gives the same message.
+    wrong = np.concatenate([np.flatnonzero(~listed), found.region, merged.tensor[found.first]])
+    if not len(wrong):
+        return
+    number = int(wrong.min())
+    tensor, first = tensors[number]
+    if not listed[number] or number in found.region:
+        missing = int(found.extent[found.region == number].prod(axis=1).sum())
+        elements = int(shape[number].prod())
+        raise Incomplete(
+            f"{tensor.name!r}: {missing} of {elements} elements are held by no rank",
+            advice="every rank must publish all that it holds",
+            tensor=tensor.name, ranks=[first],
+        )  # fmt: skip
+    here = int(np.flatnonzero(merged.tensor[found.first] == number)[0])
+    _overlap(tensors, merged, distinct, (int(found.first[here]), int(found.second[here])))
 
 
-def _keepers(
-    tensors: Mapping[str, tuple[Tensor, int]], holders: Mapping[tuple[str, Box], list[int]], world_size: int
-) -> dict[tuple[str, Box], int]:
-    """The rank that keeps each box: largest boxes first, each to the least loaded of its holders."""
-    sizes = {key: key[1].num_elements * item_bytes(tensors[key[0]][0].dtype) for key in holders}
-    load = [0] * world_size
-    keeper: dict[tuple[str, Box], int] = {}
-    for key in sorted(holders, key=lambda k: (-sizes[k], k[0], k[1].offset)):
-        rank = min(holders[key], key=lambda r: (load[r], r))
-        keeper[key] = rank
-        load[rank] += sizes[key]
-    return keeper
+def _overlap(
+    tensors: Sequence[tuple[Tensor, int]], merged: _Merged, distinct: _Distinct, pair: tuple[int, int]
+) -> NoReturn:
+    name = tensors[int(merged.tensor[pair[0]])][0].name
+    holders = [of for boxes, of in zip(merged.boxes, distinct, strict=True) if np.isin(pair, boxes).any()]
+    one, other = (_box(merged, number, tensors) for number in pair)
+    raise Incomplete(
+        f"{name!r}: boxes {one} and {other} overlap without being equal",
+        advice="ranks must cut a tensor alike",
+        tensor=name, ranks=sorted(rank for _, ranks in holders for rank in ranks),
+    )  # fmt: skip
 
 
-def _check_cover(tensors: Mapping[str, tuple[Tensor, int]], holders: Mapping[tuple[str, Box], list[int]]) -> None:
-    boxes: dict[str, list[Box]] = {name: [] for name in tensors}
-    for name, box in holders:
-        boxes[name].append(box)
-    for name, (tensor, first) in tensors.items():
-        whole = Box.whole(tensor.shape)
-        covered = sum(box.num_elements for box in boxes[name])
-        if covered < whole.num_elements or not boxes[name]:
-            raise Incomplete(
-                f"{name!r}: {whole.num_elements - covered} of {whole.num_elements} elements are held by no rank",
-                advice="every rank must publish all that it holds",
-                tensor=name, ranks=[first],
-            )  # fmt: skip
-        clash = _overlap(boxes[name])
-        if clash or covered > whole.num_elements:
-            pair = clash or (boxes[name][0], boxes[name][-1])
-            ranks = sorted(set(holders[(name, pair[0])]) | set(holders[(name, pair[1])]))
-            raise Incomplete(
-                f"{name!r}: boxes {pair[0]} and {pair[1]} overlap without being equal",
-                advice="ranks must cut a tensor alike",
-                tensor=name, ranks=ranks,
-            )  # fmt: skip
-
-
-def _overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, or None. A sweep over the first dimension in which the boxes differ."""
-    live = [box for box in boxes if box.num_elements]
-    if len(live) < 2:
-        return None
-    dims = range(len(live[0].offset))
-    axis = next((d for d in dims if len({(b.offset[d], b.extent[d]) for b in live}) > 1), None)
-    if axis is None:
-        return live[0], live[1]
-    live.sort(key=lambda b: b.offset[axis])
-    if all(a.offset[axis] + a.extent[axis] <= b.offset[axis] for a, b in pairwise(live)):
-        return None
-    for number, box in enumerate(live):
-        for other in live[number + 1 :]:
-            if other.offset[axis] >= box.offset[axis] + box.extent[axis]:
-                break
-            if box.intersect(other):
-                return box, other
-    return None
+def _box(merged: _Merged, number: int, tensors: Sequence[tuple[Tensor, int]]) -> Box:
+    own = len(tensors[int(merged.tensor[number])][0].shape)
+    first = merged.offset.shape[1] - own
+    return Box(tuple(merged.offset[number, first:].tolist()), tuple(merged.extent[number, first:].tolist()))

@@ -29,8 +29,11 @@ class Evidence(IntEnum):
 
 
 class GatherNeed(StrEnum):
+    """OWN: the rank publishes its own slices only, whatever is gathered; all ranks of an attempt do, or none."""
+
     NEEDED = "needed"
     NOT_NEEDED = "not_needed"
+    OWN = "own"
 
 
 class HandOut(StrEnum):
@@ -62,13 +65,18 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class ArenaSlot:
-    """A versioned slot of a persistent shared-memory segment; see refitd.agent.arena."""
+    """A versioned slot of a persistent shared-memory segment; see refitd.agent.arena.
+
+    `sender` is host:port of the process that serves it to other hosts ("": none), `sender_secret` what lets readers in.
+    """
 
     host: str
     keeper: str
     arena: str
     slot: int
     generation: int
+    sender: str = ""
+    sender_secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,11 @@ class Engine(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
+    @property
+    def install_note(self) -> str:
+        """How the last commit went about it and why, for status; "" if there is one way only."""
+        ...
+
     def stage(self, manifest: Manifest, timeout: timedelta) -> StageReport:
         """Brings the whole version next to the model and verifies it; the model is not touched and serves on.
 

@@ -66,6 +66,7 @@ class ModuleEngine:
 
     kind = "module"
     num_ranks = 1
+    install_note = ""
 
     def __init__(
         self,
@@ -238,6 +239,11 @@ def collect_slots(model: nn.Module | Mapping[str, torch.Tensor], static: Collect
             raise Unsupported(
                 f"{name!r} is a sparse tensor ({tensor.layout}), which is not installed", advice="keep it dense, or "
                 "list it in static=", tensor=name,
+            )  # fmt: skip
+        if hasattr(tensor, "device_mesh"):
+            raise Unsupported(
+                f"{name!r} is a DTensor, which an engine of one process does not write",
+                advice="call RefitClient.pull_into on all of its ranks", tensor=name,
             )  # fmt: skip
         # Aliases are one tensor: the same bytes seen in the same way. Empty tensors, those on the meta device and those
         # whose storage is released have no address to go by.

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from refitd.domain.errors import Unsupported
-from refitd.names.families import Family, ModelDims
+from refitd.names.dims import ModelDims
+from refitd.names.families import Family
 
 ConfigValue = str | int | float | bool | None | list[str] | Mapping[str, str | int | float]
 
@@ -30,11 +31,12 @@ def hf_config(
     Plain rotary embeddings over the whole head are described (no scaling).
 
     Raises:
-        Unsupported: `family` cannot express the dims (Qwen2 has no head_dim of its own), or has experts.
+        Unsupported: `family` cannot express the dims (Qwen2 has no head_dim of its own), or the dims do not say all
+            that its config does (experts, Gemma).
     """
-    if family.experts:
+    if family.experts or family.zero_centered:
         raise Unsupported(
-            f"no config is made for family {family.name!r}, which has experts",
+            f"no config is made for family {family.name!r}: it says more than the sizes of the model",
             advice="take the config.json of the model's Hugging Face checkpoint",
             family=family.name,
         )
@@ -72,6 +74,8 @@ def hf_config(
         config["attention_bias"] = False
     if family.name == "llama":
         config["mlp_bias"] = False
+    elif family.name == "mistral":
+        config["sliding_window"] = None
     else:
         config["use_sliding_window"] = False
     return config

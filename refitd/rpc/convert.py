@@ -20,8 +20,8 @@ from refitd.domain.agent import EngineInfo, ReplicaState, Role, TrainerInfo, Tra
 from refitd.domain.errors import Invalid, Problem
 from refitd.domain.events import Change, Event, FenceBroken, Progress, RolloutChanged, VersionRetired, VersionSealed
 from refitd.domain.fence import FenceToken
-from refitd.domain.layout import Box, Fragment, Layout, Tensor, check_layout
-from refitd.domain.placement import RankPlacement
+from refitd.domain.fragments import Fragments
+from refitd.domain.layout import Layout, Tensor, check_layout
 from refitd.domain.version import (
     ArenaSlot,
     DecisionKind,
@@ -60,6 +60,7 @@ _HAND_OUTS: dict[HandOut, types.HandOut.ValueType] = {
 _NEEDS: dict[GatherNeed, versions.GatherNeed.ValueType] = {
     GatherNeed.NEEDED: versions.GATHER_NEED_NEEDED,
     GatherNeed.NOT_NEEDED: versions.GATHER_NEED_NOT_NEEDED,
+    GatherNeed.OWN: versions.GATHER_NEED_OWN,
 }
 _DECISIONS: dict[DecisionKind, versions.Decision.ValueType] = {
     DecisionKind.GATHER: versions.DECISION_GATHER,
@@ -234,12 +235,15 @@ def token_from_proto(value: types.FenceToken) -> FenceToken:
 
 def slot_to_proto(slot: ArenaSlot) -> types.ArenaSlot:
     return types.ArenaSlot(
-        host=slot.host, keeper=slot.keeper, arena=slot.arena, slot=slot.slot, generation=slot.generation
-    )
+        host=slot.host, keeper=slot.keeper, arena=slot.arena, slot=slot.slot, generation=slot.generation,
+        sender=slot.sender, sender_secret=slot.sender_secret,
+    )  # fmt: skip
 
 
 def slot_from_proto(value: types.ArenaSlot) -> ArenaSlot:
-    return ArenaSlot(value.host, value.keeper, value.arena, value.slot, value.generation)
+    return ArenaSlot(
+        value.host, value.keeper, value.arena, value.slot, value.generation, value.sender, value.sender_secret
+    )
 
 
 def share_to_proto(share: RankShare) -> versions.RankShare:
@@ -283,12 +287,6 @@ def engine_to_proto(engine: EngineInfo) -> agents.EngineInfo:
 
 def engine_from_proto(value: agents.EngineInfo) -> EngineInfo:
     return EngineInfo(value.replica, value.kind, value.num_ranks)
-
-
-def placement_from_proto(value: versions.GetPlacementResponse) -> tuple[tuple[tuple[int, ...], ...], RankPlacement]:
-    """The ranks of each class, and the placement of the rank that was asked for."""
-    classes = tuple(tuple(entry.ranks) for entry in value.classes)
-    return classes, RankPlacement(tuple(value.fragment_classes), tuple(value.fragment_kept))
 
 
 def version_to_proto(version: Version, *, with_shares: bool = True) -> versions.Version:
@@ -453,13 +451,19 @@ def decode_layout(data: bytes) -> Layout:
                 f"{len(message.buffer_bytes)}",
                 field="layout",
             )
-    fragments = tuple(
-        Fragment(f.tensor, Box(tuple(f.offset), tuple(f.extent)), f.buffer, f.byte_offset, tuple(f.byte_strides))
-        for f in message.fragments
+    fragments = message.fragments
+    rows = Fragments.ragged(
+        [f.tensor for f in fragments],
+        [f.buffer for f in fragments],
+        [f.byte_offset for f in fragments],
+        [f.offset for f in fragments],
+        [f.extent for f in fragments],
+        [f.byte_strides for f in fragments],
+        [tensor.name for tensor in tensors],
     )
     if any(size < 0 for size in message.buffer_bytes):
         raise Invalid("a buffer has a negative size", field="layout")
-    layout = Layout(tensors, fragments, tuple(message.buffer_bytes))
+    layout = Layout(tensors, rows, tuple(message.buffer_bytes))
     check_layout(layout)
     return layout
 

@@ -1,15 +1,16 @@
 """A plain state dict as a source: name -> torch tensor, described in place, whatever its strides.
 
 Every distinct storage is one buffer of the layout; a tensor is one fragment that holds the whole tensor by byte
-strides, so views cost no copy and tied names share bytes. `refitd.agent.publish` drives it; `refitd.source.module`
-reuses it for modules, `refitd.agent.client` for the destinations of an install in place. It knows nothing of training:
-there is no deferred gather, which is what its evidence DECLARED says.
+strides, so views cost no copy and tied names share bytes. A DTensor is the boxes of the whole tensor that its local
+tensor holds (`refitd.source.dtensor`), none where that is empty. `refitd.agent.publish` drives it;
+`refitd.source.module` reuses it for modules, `refitd.agent.reader` for what is pulled into. It knows nothing of
+training: there is no deferred gather, which is what its evidence DECLARED says.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -19,12 +20,19 @@ from refitd.domain.dtype import ITEM_BYTES
 from refitd.domain.errors import Invalid, ParamsOffloaded, RefitError, Unsupported
 from refitd.domain.layout import Box, Fragment, Layout, Tensor, check_layout
 from refitd.domain.version import Evidence, GatherNeed
+from refitd.source.dtensor import Sharding, is_dtensor, local_tensor, sharding_facts, sharding_of
+
+# What is neither lazy nor computes its values; every other type is looked at each time.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 NO_GATHER_REASON = "source has no deferred gather"
 
 
 class StridedView(NamedTuple):
-    """Where a tensor's elements lie: in units of elements from the start of its storage."""
+    """Where a tensor's elements lie: in units of elements from the start of its storage.
+
+    Of a DTensor this is the local tensor, and `sharding` says which part of the whole that is.
+    """
 
     name: str
     dtype: str
@@ -34,6 +42,17 @@ class StridedView(NamedTuple):
     address: int
     storage_bytes: int
     device: str
+    sharding: Sharding | None = None
+
+
+@dataclass
+class Seen:
+    """What was found out about tensors, without keeping any alive: another state dict of them is described quickly."""
+
+    views: tuple[StridedView, ...] | None = None
+    layout: Layout | None = None
+    # Name -> what `_facts` said, and the view that was made of it.
+    by_name: dict[str, tuple[tuple[object, ...], StridedView]] = field(default_factory=dict)
 
 
 class StridedSource:
@@ -42,14 +61,14 @@ class StridedSource:
     Args:
         named: Gives the tensors, called on each use; names are canonical. Nothing is copied or kept alive between calls
             beyond what `buffers` returns.
+        seen: Shared by sources that follow one another, so that an unchanged structure keeps its layout object.
     """
 
     collective = False
 
-    def __init__(self, named: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    def __init__(self, named: Callable[[], Mapping[str, torch.Tensor]], seen: Seen | None = None) -> None:
         self._named = named
-        self._views: tuple[StridedView, ...] | None = None
-        self._layout: Layout | None = None
+        self._seen = Seen() if seen is None else seen
 
     def layout(self) -> Layout:
         """Local, a few microseconds per tensor when nothing changed; the same object for the same structure.
@@ -57,27 +76,26 @@ class StridedSource:
         Raises:
             Invalid: A name is no non-empty string, or a value is no tensor with a shape.
             Unsupported: A tensor's elements are not plain bytes at strides (sparse, quantized, meta, nested, conjugate
-                view, wrapper subclass, DTensor, other device); it is named.
+                view, wrapper subclass, partial DTensor, other device); it is named.
             ParamsOffloaded: A tensor's storage is smaller than the tensor; it is named.
         """
-        views = tuple(view for view, _ in self._described())
-        if views != self._views or self._layout is None:
+        views, _ = self._described()
+        if views != self._seen.views or self._seen.layout is None:
             layout = _layout_of(views)
             check_layout(layout)
             # Storage that moved without a change of structure keeps the layout object, and so its hash and its plans.
-            self._layout = layout if layout != self._layout else self._layout
-            self._views = views
-        return self._layout
+            self._seen.layout = layout if layout != self._seen.layout else self._seen.layout
+            self._seen.views = views
+        return self._seen.layout
 
     def buffers(self) -> Sequence[Buffer]:
         """One per distinct storage, in the order of `layout().buffer_bytes`; each keeps its storage alive.
 
         Raises `Invalid` if the tensors are not those that `layout()` described, and what `layout` raises.
         """
-        described = self._described()
-        views = tuple(view for view, _ in described)
-        if self._views is not None and views != self._views and _layout_of(views) != self._layout:
-            before = {view.name: _shape(view) for view in self._views}
+        views, tensors = self._described()
+        if self._seen.views is not None and views != self._seen.views and _layout_of(views) != self._seen.layout:
+            before = {view.name: _shape(view) for view in self._seen.views}
             now = {view.name: _shape(view) for view in views}
             changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
             name = changed[0] if changed else min(before)  # none of them alone: what is tied to what has changed
@@ -86,11 +104,11 @@ class StridedSource:
                 advice="leave names, shapes and ties as they are until publish() returns", tensor=name,
             )  # fmt: skip
         found: dict[tuple[int, int, str], Buffer] = {}
-        for view, tensor in described:
+        for view, tensor in zip(views, tensors, strict=True):
             key = _storage_key(view)
             if key not in found:
                 found[key] = Buffer(view.address, view.storage_bytes, view.device, tensor.untyped_storage())
-        return list(found.values())
+        return list(found.values()) or [Buffer(0, 0)]
 
     def check(self) -> tuple[GatherNeed, str]:
         """Checks that every storage is resident. Raises what `layout` raises."""
@@ -103,13 +121,25 @@ class StridedSource:
     def evidence(self) -> Evidence:
         return Evidence.DECLARED
 
-    def _described(self) -> list[tuple[StridedView, torch.Tensor]]:
-        named = self._named()
+    def _described(self) -> tuple[tuple[StridedView, ...], list[torch.Tensor]]:
+        """Views and the (local) tensors behind them, by name. Makes no objects for what is as it was: with thousands of
+        tensors the garbage collector would take longer than all the rest."""
+        named, known = self._named(), self._seen.by_name
         for name in named:
-            if not isinstance(name, str) or not name or not _is_unicode(name):
+            if name not in known and (not isinstance(name, str) or not name or not _is_unicode(name)):
                 raise Invalid(f"tensor name {name!r} is no non-empty string", advice="name every tensor by text")
         # Sorted, so that ranks and runs that fill their mapping in another order have equal layouts.
-        return [(describe(name, named[name]), named[name]) for name in sorted(named)]
+        views, tensors = [], []
+        for name in sorted(named):
+            tensor = named[name]
+            facts, before = _facts(tensor), known.get(name)
+            if before is None or before[0] != facts:
+                before = known[name] = facts, describe(name, tensor)
+            views.append(before[1])
+            tensors.append(tensor if type(tensor) in _PLAIN else local_tensor(tensor))
+        for name in known.keys() - named.keys():
+            del known[name]
+        return tuple(views), tensors
 
 
 class MappingSource(StridedSource):
@@ -118,13 +148,28 @@ class MappingSource(StridedSource):
     Two names may share storage (tied weights): both are published.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], seen: Seen | None = None) -> None:
         if not isinstance(tensors, Mapping):
             raise Invalid(
                 f"a source must be a mapping from name to tensor, not {type(tensors).__name__}",
                 advice="pass model.state_dict(), an nn.Module, or a WeightSource",
             )
-        super().__init__(lambda: tensors)
+        super().__init__(lambda: tensors, seen)
+
+
+def _facts(tensor: object) -> tuple[object, ...]:
+    """All that a view is made of and that decides whether there is one; equal to nothing if it must be looked at."""
+    if not isinstance(tensor, torch.Tensor) or type(tensor) not in _PLAIN:
+        if isinstance(tensor, torch.Tensor) and is_dtensor(tensor):
+            return *_facts(local_tensor(tensor)), *sharding_facts(tensor)
+        return (object(),)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return (object(),)
+    storage = tensor.untyped_storage()
+    return (
+        tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.storage_offset(), storage.data_ptr(),
+        storage.nbytes(), tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
 
 
 def describe(name: str, tensor: object) -> StridedView:
@@ -133,6 +178,8 @@ def describe(name: str, tensor: object) -> StridedView:
         raise Invalid(
             f"{name!r} is a {type(tensor).__name__}, not a tensor", advice="publish tensors only", tensor=name
         )
+    if is_dtensor(tensor):
+        return describe(name, local_tensor(tensor))._replace(sharding=sharding_of(name, tensor))
     refusal = _refusal(name, tensor)
     if refusal is not None:
         raise refusal
@@ -162,9 +209,6 @@ def _refusal(name: str, tensor: torch.Tensor) -> RefitError | None:
 
     if torch.nn.parameter.is_lazy(tensor):
         return Invalid(f"{name!r} is not initialized", advice="run the module once before publishing", tensor=name)
-    distributed = sys.modules.get("torch.distributed.tensor")  # a DTensor exists only if its module was imported
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
-        return no("a DTensor", "publish full tensors: name -> tensor.full_tensor()")
     if tensor.is_nested:
         return no("a nested tensor", "publish its values and offsets as tensors of their own")
     if tensor.layout is not torch.strided:
@@ -196,7 +240,7 @@ def _is_unicode(name: str) -> bool:
 
 
 def _shape(view: StridedView) -> tuple[object, ...]:
-    return view.dtype, view.shape, view.stride, view.storage_offset, view.storage_bytes
+    return view.dtype, view.shape, view.stride, view.storage_offset, view.storage_bytes, view.sharding
 
 
 def _storage_key(view: StridedView) -> tuple[int, int, str]:
@@ -209,10 +253,11 @@ def _layout_of(views: tuple[StridedView, ...]) -> Layout:
     for number, view in enumerate(views):
         buffer = buffers.setdefault(_storage_key(view), len(buffers))
         size = ITEM_BYTES[view.dtype]
-        tensors.append(Tensor(view.name, view.shape, view.dtype))
-        fragments.append(
-            Fragment(
-                number, Box.whole(view.shape), buffer, view.storage_offset * size, tuple(s * size for s in view.stride)
-            )
-        )
-    return Layout(tuple(tensors), tuple(fragments), tuple(num_bytes for _, num_bytes, _ in buffers))
+        whole, parts = view.sharding or (view.shape, ((Box.whole(view.shape), (0,) * len(view.shape)),))
+        tensors.append(Tensor(view.name, whole, view.dtype))
+        strides = tuple(step * size for step in view.stride)
+        for box, place in parts:
+            first = view.storage_offset * size + sum(at * step for at, step in zip(place, strides, strict=True))
+            fragments.append(Fragment(number, box, buffer, first, strides))
+    # A rank that holds nothing has one empty buffer, since nothing at all has no encoding.
+    return Layout(tuple(tensors), tuple(fragments), tuple(num_bytes for _, num_bytes, _ in buffers) or (0,))

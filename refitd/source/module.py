@@ -1,17 +1,17 @@
 """Any `torch.nn.Module` as a source: all its parameters and persistent buffers, under their state-dict names.
 
 The names are found anew at each use, so added, removed or replaced parameters are seen; the reading itself is that of
-`refitd.source.mapping`. It knows no training framework, and refuses the modules of those that gather parameters later.
+`refitd.source.mapping`. Of FSDP2 modules each rank describes its own shards. It knows no other training framework, and
+refuses the modules of those that gather parameters later.
 """
 
 from __future__ import annotations
-
-from itertools import chain
 
 import torch
 from torch import nn
 
 from refitd.domain.errors import Invalid, Unsupported
+from refitd.source.dtensor import sharded_parameters
 from refitd.source.mapping import StridedSource
 
 
@@ -36,7 +36,22 @@ class ModuleSource(StridedSource):
 
 
 def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Name -> live tensor of every parameter and persistent buffer, tied ones under each name. Nothing is copied."""
-    persistent = module.state_dict(keep_vars=True)
-    buffers = ((name, b) for name, b in module.named_buffers(remove_duplicate=False) if name in persistent)
-    return dict(chain(module.named_parameters(remove_duplicate=False), buffers))
+    """Name -> live tensor of every parameter and persistent buffer, tied ones under each name. Nothing is copied.
+
+    Of FSDP2 it is the sharded parameter, also while a gathered one stands in its place. `state_dict()` is not called,
+    whose hooks would reshard such a module.
+    """
+    sharded = sharded_parameters(module)
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found[_plain(name)] = sharded.get(id(parameter), parameter)
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                found[_plain(f"{prefix}.{name}" if prefix else name)] = buffer
+    return found
+
+
+def _plain(name: str) -> str:
+    """As in a state dict: activation checkpointing wraps layers, and takes its own name out of theirs."""
+    return name.replace("_checkpoint_wrapped_module.", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Protocol
@@ -9,16 +10,25 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from refitd.copy.runs import Buffer
+from refitd.copy.runs import Buffer, Runs
 from refitd.domain.version import ArenaSlot
 
 
 class Share(Protocol):
-    """One rank's part of a version, open for reading. Close it when done; use it as a context manager."""
+    """One rank's part of a version, open for reading. Close it when done; use it as a context manager.
+
+    A share's bytes are the packed fragments, in the order of `refitd.domain.layout.packed`. Methods that block raise
+    `VersionUnavailable` and `Deadline`, naming the sender's address where there is one.
+    """
 
     @property
-    def payload(self) -> Buffer:
-        """The packed fragments, in the order of `refitd.domain.layout.packed`."""
+    def payload(self) -> Buffer | None:
+        """The bytes where they lie, if this process can read them there; None: they have to be received."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the payload."""
         ...
 
     @property
@@ -26,7 +36,19 @@ class Share(Protocol):
         """One per kept fragment, in packed order; to be checked against the sealed roots by the caller."""
         ...
 
-    def validate(self) -> None:
+    def receive(self, runs: Runs, destinations: Sequence[Buffer], timeout: timedelta) -> None:
+        """Brings runs of the payload (their source numbers mean nothing) into destinations. Blocks.
+
+        Nothing is verified: digest what has arrived. After an error the destinations hold anything, and nothing is
+        written to them any more.
+        """
+        ...
+
+    def digest(self, runs: Runs, digests: NDArray[np.uint64], timeout: timedelta) -> None:
+        """Adds the digests of runs of the payload, taken where it lies, to `digests[fragment]`. Blocks."""
+        ...
+
+    def validate(self, timeout: timedelta | None = None) -> None:
         """Raises `VersionUnavailable` if the slot was rewritten since it was opened; call after the last read."""
         ...
 
@@ -40,7 +62,7 @@ class Share(Protocol):
 
 
 class Transport(Protocol):
-    """Opens shares. Mappings are kept between calls; `close` drops them."""
+    """Opens shares. Mappings and connections are kept between calls; `close` drops them."""
 
     @property
     def name(self) -> str: ...

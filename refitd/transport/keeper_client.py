@@ -13,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -23,11 +21,10 @@ from pathlib import Path
 
 from refitd.domain.errors import Deadline, Internal, Invalid, Unavailable
 from refitd.transport import keeper_wire as wire
+from refitd.transport.background import start
 
 DEFAULT_KEEPER = "default"
 _KEEPER_MODULE = "refitd.agent.keeper"
-# Exit statuses of a starter after which somebody listens: ours, or the one that was faster.
-_STARTED = (0, 17)
 
 _clients: weakref.WeakSet[KeeperClient] = weakref.WeakSet()
 _hook_lock = threading.Lock()
@@ -286,31 +283,8 @@ def start_keeper(name: str, end: float) -> str:
 
     Returns "" if it, or another one of that name, is there; else why it could not be started.
     """
-    root = str(Path(__file__).resolve().parents[2])
-    # Isolated and without site: no start-up hooks of the user's environment, about 30 ms, and the package is found in
-    # whatever way this process found it.
-    program = f"import sys; sys.path.append({root!r}); from {_KEEPER_MODULE} import main; sys.exit(main())"
-    if not sys.executable:
-        return "this process does not know its Python interpreter (sys.executable is empty)"
-    command = [sys.executable, "-I", "-S", "-c", program, "--name", name]
-    try:
-        starter = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/",
-            start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        return f"{command[0]} cannot be run: {error}"
-    try:
-        _, problem = starter.communicate(timeout=max(0.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        starter.kill()
-        starter.communicate()
-        return "it did not come up in time"
-    # A host process that reaps all children takes our exit status away; then it reads as 0, and connecting decides.
-    if starter.returncode in _STARTED:
-        return ""
-    lines = problem.decode(errors="replace").strip().splitlines()
-    return f"it ended with status {starter.returncode}: {lines[-1] if lines else ''}"
+    # Isolated and without site: no start-up hooks of the user's environment, about 30 ms.
+    return start(_KEEPER_MODULE, ["--name", name], end, python_options=("-I", "-S"))
 
 
 def _register_fork_hook() -> None:

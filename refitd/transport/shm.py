@@ -10,29 +10,35 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from refitd.copy.runs import Buffer
+from refitd.copy.dispatch import copy_runs
+from refitd.copy.runs import Buffer, Runs
 from refitd.domain.errors import Deadline, NoRoom, RefitError, Unavailable, VersionUnavailable
 from refitd.domain.version import ArenaSlot
 from refitd.transport import keeper_wire as wire
 from refitd.transport.keeper_client import KeeperClient, why_other_host
 from refitd.transport.segment import Geometry, Mapping, SlotView, decode_header, is_closed
 
+# For a look at the keeper's list when nobody waits for it.
+_AFTER_A_READ = timedelta(seconds=1)
+
 
 class _Attached:
-    """A mapped arena. `num_open` counts shares that are being read."""
+    """A mapped arena. `num_open` counts shares that are being read; `was_read`: some was since all were closed."""
 
     def __init__(self, mapping: Mapping, geometry: Geometry) -> None:
         self.mapping = mapping
         self.geometry = geometry
         self.num_open = 0
+        self.was_read = False
 
 
 class ShmShare:
@@ -52,10 +58,20 @@ class ShmShare:
         return self._view.payload
 
     @property
+    def num_bytes(self) -> int:
+        return self._view.payload.num_bytes
+
+    @property
     def digests(self) -> NDArray[np.uint64]:
         return self._view.digests
 
-    def validate(self) -> None:
+    def receive(self, runs: Runs, destinations: Sequence[Buffer], timeout: timedelta) -> None:
+        copy_runs(_from(runs), [self._view.payload], destinations)
+
+    def digest(self, runs: Runs, digests: NDArray[np.uint64], timeout: timedelta) -> None:
+        copy_runs(_from(runs), [self._view.payload], None, digests)
+
+    def validate(self, timeout: timedelta | None = None) -> None:
         problem = self._view.mismatch(self._slot.generation, self._version)
         if problem:
             raise VersionUnavailable(
@@ -79,12 +95,16 @@ class ShmShare:
 
 
 class ShmTransport:
-    """Threads may share it. `timeout` bounds each call; a call may be given a shorter one of its own."""
+    """Threads may share it. `timeout` bounds each call; a call may be given a shorter one of its own.
+
+    `keep_orphans`: whether a mapping of an arena whose owner died is kept between shares, and the arena with it.
+    """
 
     name = "shm"
 
-    def __init__(self, timeout: timedelta = timedelta(seconds=10)) -> None:
+    def __init__(self, timeout: timedelta = timedelta(seconds=10), *, keep_orphans: bool = True) -> None:
         self._timeout = timeout
+        self._keep_orphans = keep_orphans
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._clients: dict[str, KeeperClient] = {}
@@ -123,15 +143,22 @@ class ShmTransport:
             if problem:
                 raise _unavailable(slot, version, problem)
             attached.num_open += 1
+            attached.was_read = True
             return ShmShare(self, attached, view, slot, version)
+
+    @property
+    def num_open(self) -> int:
+        """Shares that are open."""
+        return sum(attached.num_open for attached in list(self._arenas.values()))
 
     def sweep(self) -> int:
         """Lets go of arenas that are of no more use, where no share is open; returns how many.
 
-        Of no more use: the owner dropped it; the keeper does not have it; its owner is dead, and a younger arena of the
-        same model and rank is mapped. Runs by itself whenever a new arena is mapped; an idle agent calls it now and
-        then, because until then a mapping keeps the memory. Blocks up to the timeout; a keeper that cannot be reached
-        changes nothing.
+        Of no more use: the owner dropped it; the keeper does not have it; its owner is dead, and orphans are not kept
+        or a younger arena of the same model is mapped, of the same rank or of another run (which may have fewer ranks).
+        Runs by itself whenever a new arena is mapped, and when the last share closes and something mapped was not read
+        since none was open before; an idle agent calls it now and then, because until then a mapping keeps the memory.
+        Blocks up to the timeout; a keeper that cannot be reached changes nothing.
         """
         end = self._end(None)
         with self._locked(end):
@@ -202,13 +229,13 @@ class ShmTransport:
         row = rows.get(key[1])
         if row is None:
             return True
-        if row.owner_pid:
-            return False
-        geometry = self._arenas[key].geometry
+        if row.owner_pid or not self._keep_orphans:
+            return not row.owner_pid
+        old = self._arenas[key].geometry
         # Dictionaries keep the order in which arenas were first seen.
         later = list(self._arenas)[list(self._arenas).index(key) + 1 :]
         others = [self._arenas[other].geometry for other in later]
-        return any((other.model, other.rank) == (geometry.model, geometry.rank) for other in others)
+        return any(new.model == old.model and (new.rank == old.rank or new.run != old.run) for new in others)
 
     def _let_go(self, keys: list[tuple[str, str]], end: float) -> None:
         for key in keys:
@@ -226,6 +253,17 @@ class ShmTransport:
             attached.num_open -= 1
             if is_closed(attached.mapping):
                 self._let_go([key for key, value in self._arenas.items() if value is attached], self._end(None))
+            if self.num_open or os.getpid() != self._pid:
+                return
+            # A trainer that was replaced may die long after the next one's arenas were mapped.
+            if not all(other.was_read for other in self._arenas.values()):
+                self._sweep(self._end(_AFTER_A_READ))
+            for other in self._arenas.values():
+                other.was_read = False
+
+
+def _from(runs: Runs) -> Runs:
+    return replace(runs, source=np.zeros_like(runs.source))
 
 
 def _until(end: float) -> timedelta:

@@ -25,31 +25,33 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15refitd/v1/types.proto\x12\trefitd.v1\x1a\x1egoogle/protobuf/duration.proto\"0\n\x0eResponseHeader\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12\x0c\n\x04term\x18\x02 \x01(\x03\"(\n\x03Run\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rrestart_count\x18\x02 \x01(\x05\"4\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\"u\n\x08\x46ragment\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x03(\x03\x12\x0e\n\x06\x65xtent\x18\x03 \x03(\x03\x12\x0e\n\x06\x62uffer\x18\x04 \x01(\r\x12\x13\n\x0b\x62yte_offset\x18\x05 \x01(\x03\x12\x14\n\x0c\x62yte_strides\x18\x06 \x03(\x03\"j\n\x06Layout\x12\"\n\x07tensors\x18\x01 \x03(\x0b\x32\x11.refitd.v1.Tensor\x12&\n\tfragments\x18\x02 \x03(\x0b\x32\x13.refitd.v1.Fragment\x12\x14\n\x0c\x62uffer_bytes\x18\x03 \x03(\x03\"Z\n\tArenaSlot\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0e\n\x06keeper\x18\x02 \x01(\t\x12\r\n\x05\x61rena\x18\x03 \x01(\t\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x12\n\ngeneration\x18\x05 \x01(\x04\"B\n\nFenceToken\x12\x0e\n\x06\x64omain\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x63ounter\x18\x03 \x01(\x04\"\xaf\x01\n\x07Problem\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x64vice\x18\x03 \x01(\t\x12\x30\n\x07subject\x18\x04 \x03(\x0b\x32\x1f.refitd.v1.Problem.SubjectEntry\x12\x11\n\tretryable\x18\x05 \x01(\x08\x1a.\n\x0cSubjectEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x83\x01\n\x07Timings\x12.\n\x06phases\x18\x01 \x03(\x0b\x32\x1e.refitd.v1.Timings.PhasesEntry\x1aH\n\x0bPhasesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration:\x02\x38\x01*R\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_TRAINER\x10\x01\x12\x0f\n\x0bROLE_ENGINE\x10\x02\x12\x11\n\rROLE_OBSERVER\x10\x03*\x95\x01\n\x0cVersionState\x12\x1d\n\x19VERSION_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12VERSION_STATE_OPEN\x10\x01\x12\x18\n\x14VERSION_STATE_SEALED\x10\x02\x12\x19\n\x15VERSION_STATE_RETIRED\x10\x03\x12\x19\n\x15VERSION_STATE_ABORTED\x10\x04*f\n\x08\x45vidence\x12\x18\n\x14\x45VIDENCE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45VIDENCE_DECLARED\x10\x01\x12\x12\n\x0e\x45VIDENCE_FLAGS\x10\x02\x12\x15\n\x11\x45VIDENCE_COMPARED\x10\x03*~\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x11\n\rTRANSPORT_SHM\x10\x01\x12\x11\n\rTRANSPORT_TCP\x10\x02\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x03\x12\x18\n\x14TRANSPORT_COLLECTIVE\x10\x04*O\n\x07HandOut\x12\x18\n\x14HAND_OUT_UNSPECIFIED\x10\x00\x12\x15\n\x11HAND_OUT_SNAPSHOT\x10\x01\x12\x13\n\x0fHAND_OUT_DIRECT\x10\x02*\xcf\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REPLICA_STATE_JOINING\x10\x01\x12\x19\n\x15REPLICA_STATE_STAGING\x10\x02\x12\x1c\n\x18REPLICA_STATE_INSTALLING\x10\x03\x12\x19\n\x15REPLICA_STATE_SERVING\x10\x04\x12\x19\n\x15REPLICA_STATE_TAINTED\x10\x05\x12\x16\n\x12REPLICA_STATE_GONE\x10\x06*x\n\x08\x46\x65nceUse\x12\x19\n\x15\x46\x45NCE_USE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x46\x45NCE_USE_READ\x10\x01\x12\x12\n\x0e\x46\x45NCE_USE_HOLD\x10\x02\x12\x15\n\x11\x46\x45NCE_USE_REWRITE\x10\x03\x12\x12\n\x0e\x46\x45NCE_USE_MOVE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15refitd/v1/types.proto\x12\trefitd.v1\x1a\x1egoogle/protobuf/duration.proto\"0\n\x0eResponseHeader\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12\x0c\n\x04term\x18\x02 \x01(\x03\"(\n\x03Run\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rrestart_count\x18\x02 \x01(\x05\"4\n\x06Tensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\"u\n\x08\x46ragment\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x03(\x03\x12\x0e\n\x06\x65xtent\x18\x03 \x03(\x03\x12\x0e\n\x06\x62uffer\x18\x04 \x01(\r\x12\x13\n\x0b\x62yte_offset\x18\x05 \x01(\x03\x12\x14\n\x0c\x62yte_strides\x18\x06 \x03(\x03\"j\n\x06Layout\x12\"\n\x07tensors\x18\x01 \x03(\x0b\x32\x11.refitd.v1.Tensor\x12&\n\tfragments\x18\x02 \x03(\x0b\x32\x13.refitd.v1.Fragment\x12\x14\n\x0c\x62uffer_bytes\x18\x03 \x03(\x03\"\x86\x01\n\tArenaSlot\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0e\n\x06keeper\x18\x02 \x01(\t\x12\r\n\x05\x61rena\x18\x03 \x01(\t\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0e\n\x06sender\x18\x06 \x01(\t\x12\x1a\n\rsender_secret\x18\x07 \x01(\tB\x03\x80\x01\x01\"B\n\nFenceToken\x12\x0e\n\x06\x64omain\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x63ounter\x18\x03 \x01(\x04\"\xaf\x01\n\x07Problem\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x64vice\x18\x03 \x01(\t\x12\x30\n\x07subject\x18\x04 \x03(\x0b\x32\x1f.refitd.v1.Problem.SubjectEntry\x12\x11\n\tretryable\x18\x05 \x01(\x08\x1a.\n\x0cSubjectEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x83\x01\n\x07Timings\x12.\n\x06phases\x18\x01 \x03(\x0b\x32\x1e.refitd.v1.Timings.PhasesEntry\x1aH\n\x0bPhasesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration:\x02\x38\x01*R\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_TRAINER\x10\x01\x12\x0f\n\x0bROLE_ENGINE\x10\x02\x12\x11\n\rROLE_OBSERVER\x10\x03*\x95\x01\n\x0cVersionState\x12\x1d\n\x19VERSION_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12VERSION_STATE_OPEN\x10\x01\x12\x18\n\x14VERSION_STATE_SEALED\x10\x02\x12\x19\n\x15VERSION_STATE_RETIRED\x10\x03\x12\x19\n\x15VERSION_STATE_ABORTED\x10\x04*f\n\x08\x45vidence\x12\x18\n\x14\x45VIDENCE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x45VIDENCE_DECLARED\x10\x01\x12\x12\n\x0e\x45VIDENCE_FLAGS\x10\x02\x12\x15\n\x11\x45VIDENCE_COMPARED\x10\x03*~\n\tTransport\x12\x19\n\x15TRANSPORT_UNSPECIFIED\x10\x00\x12\x11\n\rTRANSPORT_SHM\x10\x01\x12\x11\n\rTRANSPORT_TCP\x10\x02\x12\x16\n\x12TRANSPORT_CUDA_IPC\x10\x03\x12\x18\n\x14TRANSPORT_COLLECTIVE\x10\x04*O\n\x07HandOut\x12\x18\n\x14HAND_OUT_UNSPECIFIED\x10\x00\x12\x15\n\x11HAND_OUT_SNAPSHOT\x10\x01\x12\x13\n\x0fHAND_OUT_DIRECT\x10\x02*\xcf\x01\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REPLICA_STATE_JOINING\x10\x01\x12\x19\n\x15REPLICA_STATE_STAGING\x10\x02\x12\x1c\n\x18REPLICA_STATE_INSTALLING\x10\x03\x12\x19\n\x15REPLICA_STATE_SERVING\x10\x04\x12\x19\n\x15REPLICA_STATE_TAINTED\x10\x05\x12\x16\n\x12REPLICA_STATE_GONE\x10\x06*x\n\x08\x46\x65nceUse\x12\x19\n\x15\x46\x45NCE_USE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x46\x45NCE_USE_READ\x10\x01\x12\x12\n\x0e\x46\x45NCE_USE_HOLD\x10\x02\x12\x15\n\x11\x46\x45NCE_USE_REWRITE\x10\x03\x12\x12\n\x0e\x46\x45NCE_USE_MOVE\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'refitd.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ARENASLOT'].fields_by_name['sender_secret']._loaded_options = None
+  _globals['_ARENASLOT'].fields_by_name['sender_secret']._serialized_options = b'\200\001\001'
   _globals['_PROBLEM_SUBJECTENTRY']._loaded_options = None
   _globals['_PROBLEM_SUBJECTENTRY']._serialized_options = b'8\001'
   _globals['_TIMINGS_PHASESENTRY']._loaded_options = None
   _globals['_TIMINGS_PHASESENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=913
-  _globals['_ROLE']._serialized_end=995
-  _globals['_VERSIONSTATE']._serialized_start=998
-  _globals['_VERSIONSTATE']._serialized_end=1147
-  _globals['_EVIDENCE']._serialized_start=1149
-  _globals['_EVIDENCE']._serialized_end=1251
-  _globals['_TRANSPORT']._serialized_start=1253
-  _globals['_TRANSPORT']._serialized_end=1379
-  _globals['_HANDOUT']._serialized_start=1381
-  _globals['_HANDOUT']._serialized_end=1460
-  _globals['_REPLICASTATE']._serialized_start=1463
-  _globals['_REPLICASTATE']._serialized_end=1670
-  _globals['_FENCEUSE']._serialized_start=1672
-  _globals['_FENCEUSE']._serialized_end=1792
+  _globals['_ROLE']._serialized_start=958
+  _globals['_ROLE']._serialized_end=1040
+  _globals['_VERSIONSTATE']._serialized_start=1043
+  _globals['_VERSIONSTATE']._serialized_end=1192
+  _globals['_EVIDENCE']._serialized_start=1194
+  _globals['_EVIDENCE']._serialized_end=1296
+  _globals['_TRANSPORT']._serialized_start=1298
+  _globals['_TRANSPORT']._serialized_end=1424
+  _globals['_HANDOUT']._serialized_start=1426
+  _globals['_HANDOUT']._serialized_end=1505
+  _globals['_REPLICASTATE']._serialized_start=1508
+  _globals['_REPLICASTATE']._serialized_end=1715
+  _globals['_FENCEUSE']._serialized_start=1717
+  _globals['_FENCEUSE']._serialized_end=1837
   _globals['_RESPONSEHEADER']._serialized_start=68
   _globals['_RESPONSEHEADER']._serialized_end=116
   _globals['_RUN']._serialized_start=118
@@ -60,16 +62,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FRAGMENT']._serialized_end=331
   _globals['_LAYOUT']._serialized_start=333
   _globals['_LAYOUT']._serialized_end=439
-  _globals['_ARENASLOT']._serialized_start=441
-  _globals['_ARENASLOT']._serialized_end=531
-  _globals['_FENCETOKEN']._serialized_start=533
-  _globals['_FENCETOKEN']._serialized_end=599
-  _globals['_PROBLEM']._serialized_start=602
-  _globals['_PROBLEM']._serialized_end=777
-  _globals['_PROBLEM_SUBJECTENTRY']._serialized_start=731
-  _globals['_PROBLEM_SUBJECTENTRY']._serialized_end=777
-  _globals['_TIMINGS']._serialized_start=780
-  _globals['_TIMINGS']._serialized_end=911
-  _globals['_TIMINGS_PHASESENTRY']._serialized_start=839
-  _globals['_TIMINGS_PHASESENTRY']._serialized_end=911
+  _globals['_ARENASLOT']._serialized_start=442
+  _globals['_ARENASLOT']._serialized_end=576
+  _globals['_FENCETOKEN']._serialized_start=578
+  _globals['_FENCETOKEN']._serialized_end=644
+  _globals['_PROBLEM']._serialized_start=647
+  _globals['_PROBLEM']._serialized_end=822
+  _globals['_PROBLEM_SUBJECTENTRY']._serialized_start=776
+  _globals['_PROBLEM_SUBJECTENTRY']._serialized_end=822
+  _globals['_TIMINGS']._serialized_start=825
+  _globals['_TIMINGS']._serialized_end=956
+  _globals['_TIMINGS_PHASESENTRY']._serialized_start=884
+  _globals['_TIMINGS_PHASESENTRY']._serialized_end=956
 # @@protoc_insertion_point(module_scope)

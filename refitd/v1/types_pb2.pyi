@@ -367,7 +367,7 @@ Global___Layout: _TypeAlias = Layout  # noqa: Y015
 
 @_typing.final
 class ArenaSlot(_message.Message):
-    """A versioned slot of a persistent shared-memory segment."""
+    """A versioned slot of a persistent shared-memory segment, and how other hosts reach it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -376,6 +376,8 @@ class ArenaSlot(_message.Message):
     ARENA_FIELD_NUMBER: _builtins.int
     SLOT_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    SENDER_FIELD_NUMBER: _builtins.int
+    SENDER_SECRET_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     """Boot id and network namespace: readers elsewhere cannot open it."""
     keeper: _builtins.str
@@ -384,6 +386,10 @@ class ArenaSlot(_message.Message):
     slot: _builtins.int
     generation: _builtins.int
     """Grows each time the slot is rewritten; a reader checks it before and after."""
+    sender: _builtins.str
+    """host:port of the process that serves the host's arenas to other hosts; empty: only this host reads."""
+    sender_secret: _builtins.str
+    """What a reader must know to be let in by the sender. Never shown or logged."""
     def __init__(
         self,
         *,
@@ -392,10 +398,12 @@ class ArenaSlot(_message.Message):
         arena: _builtins.str = ...,
         slot: _builtins.int = ...,
         generation: _builtins.int = ...,
+        sender: _builtins.str = ...,
+        sender_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "generation", b"generation", "host", b"host", "keeper", b"keeper", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "generation", b"generation", "host", b"host", "keeper", b"keeper", "sender", b"sender", "sender_secret", b"sender_secret", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -33,6 +33,8 @@ class _GatherNeedEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GatherNeed
     """Shards are scattered; a collective gather must run before the bytes are read."""
     GATHER_NEED_NOT_NEEDED: _GatherNeed.ValueType  # 2
     """Everything is gathered, or the source never defers."""
+    GATHER_NEED_OWN: _GatherNeed.ValueType  # 3
+    """publish(gather="own"): the rank hands out what its own optimizer wrote, which no gather makes fresher."""
 
 class GatherNeed(_GatherNeed, metaclass=_GatherNeedEnumTypeWrapper): ...
 
@@ -41,6 +43,8 @@ GATHER_NEED_NEEDED: GatherNeed.ValueType  # 1
 """Shards are scattered; a collective gather must run before the bytes are read."""
 GATHER_NEED_NOT_NEEDED: GatherNeed.ValueType  # 2
 """Everything is gathered, or the source never defers."""
+GATHER_NEED_OWN: GatherNeed.ValueType  # 3
+"""publish(gather="own"): the rank hands out what its own optimizer wrote, which no gather makes fresher."""
 Global___GatherNeed: _TypeAlias = GatherNeed  # noqa: Y015
 
 class _Decision:

@@ -1,4 +1,4 @@
-"""Pulls of real shares over real shared memory: right bytes, wrong bytes named, bounded, and planned once."""
+"""Pulls of real shares over every transport: right bytes, wrong bytes named, bounded, and planned once."""
 
 from __future__ import annotations
 
@@ -19,15 +19,23 @@ from refitd.agent.arena import HostArena
 from refitd.agent.countdown import Countdown
 from refitd.agent.pull import Puller
 from refitd.agent.snapshot import RankShares, Snapshots
-from refitd.copy.runs import Buffer
+from refitd.copy.runs import Buffer, Runs
 from refitd.domain.errors import Deadline, DigestMismatch, Incomplete, Internal, Invalid, VersionUnavailable
 from refitd.domain.layout import Box, Fragment, Layout, Tensor, contiguous_strides, packed, whole_tensors
 from refitd.domain.placement import place
 from refitd.domain.version import ArenaSlot, RankShare, Run, Version, VersionState
 from refitd.engine.base import Manifest
+from refitd.transport.base import Transport
+from refitd.transport.collective import CollectiveShare, CollectiveTransport
 from refitd.transport.segment import Mapping
 from refitd.transport.shm import ShmTransport
+from refitd.transport.tcp import TcpShare, TcpTransport
 
+TRANSPORTS: dict[str, Callable[[], Transport]] = {
+    "shm": ShmTransport,
+    "tcp": TcpTransport,
+    "collective": CollectiveTransport,
+}
 T = timedelta(seconds=60)
 WIDE = Tensor("layers.0.wide", (8, 6), "float32")
 TALL = Tensor("layers.0.tall", (10, 4), "bfloat16")
@@ -87,7 +95,9 @@ class Trainer:
         self.layouts = {f"layout-{rank}": rank_layout(rank) for rank in (0, 1)}
         self.hashes = list(self.layouts)
         self.placement = place(self.hashes, self.layouts)
-        self.arenas = [HostArena("policy", "run/0", rank, capacity=1, keeper=keeper) for rank in (0, 1)]
+        self.arenas = [
+            HostArena("policy", "run/0", rank, capacity=1, keeper=keeper, serve_on="127.0.0.1:0") for rank in (0, 1)
+        ]
         self._snapshots = [Snapshots(rank, arena) for rank, arena in enumerate(self.arenas)]
 
     def publish(self, version: int, kept: tuple[int, ...] = ()) -> Manifest:
@@ -126,18 +136,37 @@ class Trainer:
 
 
 @pytest.fixture
-def trainer(keeper_name: str) -> Iterator[Trainer]:
-    made = Trainer(keeper_name)
+def trainer(serving_keeper: str) -> Iterator[Trainer]:
+    made = Trainer(serving_keeper)
     yield made
     for arena in made.arenas:
         arena.close()
 
 
-@pytest.fixture
-def puller() -> Iterator[Puller]:
-    made = Puller([ShmTransport()], threads=1)
+@pytest.fixture(scope="module")
+def transports(serving_keeper: str) -> Iterator[dict[str, Transport]]:
+    """One of each for all tests: a group of readers takes seconds to form."""
+    made = {name: make() for name, make in TRANSPORTS.items()}
     yield made
-    made.close()
+    for transport in made.values():
+        transport.close()
+
+
+@pytest.fixture(params=list(TRANSPORTS))
+def puller(request: pytest.FixtureRequest, transports: dict[str, Transport]) -> Puller:
+    return Puller([transports[request.param]], threads=1)
+
+
+def before_the_first_byte(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """`act` runs once shares are open and checked, and before a byte is read."""
+
+    def hook(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *arguments: (act(), original(*arguments))[1])
+
+    hook(pull_module, "copy_runs")
+    hook(TcpShare, "receive")
+    hook(CollectiveShare, "receive")
 
 
 def pull(puller: Puller, manifest: Manifest, destination: Layout, **options: Any) -> Bytes:
@@ -160,7 +189,20 @@ TWICE = Layout(
     ),
     (232,),
 )
+OVERLAPPING = Layout(
+    (WIDE, TALL),
+    (
+        Fragment(0, Box((0, 0), (5, 6)), 0, 0, (24, 4)),
+        Fragment(0, Box((3, 1), (4, 5)), 0, 120, (20, 4)),
+        Fragment(0, Box((4, 0), (4, 4)), 0, 200, (16, 4)),
+        Fragment(0, Box((6, 2), (2, 3)), 0, 264, (12, 4)),
+        Fragment(1, Box((2, 0), (4, 4)), 0, 288, (8, 2)),
+        Fragment(1, Box((3, 1), (5, 3)), 0, 320, (6, 2)),
+    ),
+    (350,),
+)
 DESTINATIONS = {
+    "overlapping": OVERLAPPING,
     "whole": whole_tensors(tensors()),
     "columns": COLUMNS,
     "rows": ROWS,
@@ -200,7 +242,8 @@ def test_the_report_says_what_was_done_and_why(trainer: Trainer, puller: Puller)
     manifest = trainer.publish(1)
     whole = puller.plan_whole(manifest)
     report = puller.fetch(manifest, whole, [buffer_of(np.zeros(whole.buffer_bytes[0], np.uint8))], T)
-    assert (report.transport, report.choice_reason) == ("shm", "shm reaches all 2 shares")
+    name = puller._transports[0].name
+    assert (report.transport, report.choice_reason) == (name, f"{name} reaches all 2 shares")
     assert list(report.seconds_by_phase) == ["plan", "open", "check", "copy", "rest", "verify"]
 
 
@@ -259,6 +302,84 @@ def test_a_list_that_does_not_add_up_to_the_sealed_root_is_refused_before_any_by
         assert set(memory.tolist()) == {77}
 
 
+class Only:
+    """A transport that reaches but some of the arenas."""
+
+    def __init__(self, inner: Transport, arenas: Sequence[str]) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._arenas = arenas
+        self.open, self.close = inner.open, inner.close
+
+    def reaches(self, slot: ArenaSlot, timeout: timedelta | None = None) -> str | None:
+        return None if slot.arena in self._arenas else "out of reach"
+
+
+@pytest.mark.parametrize("far", ["tcp", "collective"])
+@pytest.mark.parametrize("near_rank", [0, 1])
+def test_one_pull_reads_each_rank_in_its_own_way(
+    trainer: Trainer, transports: dict[str, Transport], far: str, near_rank: int
+) -> None:
+    manifest = trainer.publish(1)
+    arena = manifest.version.shares[near_rank].arena.arena
+    puller = Puller([Only(transports["shm"], [arena]), transports[far]], threads=1)
+    for destination in DESTINATIONS.values():
+        for verify in (True, False):
+            np.testing.assert_array_equal(
+                pull(puller, manifest, destination, verify=verify), fill(destination, values(1))
+            )
+    whole = whole_tensors(tensors())
+    report = puller.fetch(manifest, whole, [buffer_of(np.zeros(whole.buffer_bytes[0], np.uint8))], T)
+    assert report.choice_reason == (
+        f"shm reaches rank {near_rank}; {far} reaches rank {1 - near_rank}; "
+        f"shm does not reach rank {1 - near_rank}: out of reach"
+    )
+    for rank in (0, 1):
+        trainer.corrupt(manifest, rank, 0)
+        with pytest.raises(DigestMismatch, match=f"that rank {rank} keeps"):
+            pull(puller, manifest, whole)
+        trainer.corrupt(manifest, rank, 0)
+
+
+@pytest.mark.parametrize("name", ["tcp", "collective"])
+@pytest.mark.parametrize(
+    "destination",
+    [whole_tensors(tensors()), COLUMNS, TWICE, OVERLAPPING],
+    ids=["whole", "columns", "twice", "overlapping"],
+)
+def test_a_bit_that_flips_on_the_way_is_noticed_and_named(
+    trainer: Trainer, transports: dict[str, Transport], monkeypatch: pytest.MonkeyPatch, name: str, destination: Layout
+) -> None:
+    puller = Puller([transports[name]], threads=1)
+    share = {"tcp": TcpShare, "collective": CollectiveShare}[name]
+    original = share.receive
+    manifest = trainer.publish(1)
+    np.testing.assert_array_equal(pull(puller, manifest, destination), fill(destination, values(1)))
+
+    arrived: list[int] = []
+
+    def noticed(position: int) -> bool:
+        """Whether a pull fails in which the byte that arrives at `position` is wrong; if any arrives there."""
+
+        def flip(self: Any, runs: Runs, buffers: Sequence[Buffer], timeout: timedelta) -> None:
+            original(self, runs, buffers, timeout)
+            for start, size in zip(runs.destination_offset.tolist(), runs.num_bytes.tolist(), strict=True):
+                if start <= position < start + size:
+                    ctypes.c_ubyte.from_address(buffers[0].address + position).value ^= 16
+                    arrived.append(position)
+
+        monkeypatch.setattr(share, "receive", flip)
+        try:
+            pull(puller, manifest, destination)
+        except DigestMismatch as error:
+            return {"rank", "tensor", "version"} <= error.subject.keys()
+        return False
+
+    for position in range(0, destination.buffer_bytes[0], 1 if destination is OVERLAPPING else 5):
+        assert noticed(position) == (position in arrived)
+    assert len(arrived) > 20
+
+
 def test_a_swap_of_two_versions_slots_is_noticed(trainer: Trainer, puller: Puller) -> None:
     """Rank 1 points at its slot of version 1 in the manifest of version 2."""
     first, second = trainer.publish(1), trainer.publish(2, kept=(1,))
@@ -282,15 +403,8 @@ def test_a_slot_rewritten_while_it_is_read_is_unavailable_and_not_a_mismatch(
     trainer: Trainer, puller: Puller, monkeypatch: pytest.MonkeyPatch, verify: bool
 ) -> None:
     manifest = trainer.publish(1)
-    original: Callable[..., None] = pull_module.copy_runs
-
-    def copy_during_publish(*arguments: Any) -> None:
-        trainer.publish(2)
-        trainer.publish(3)
-        original(*arguments)
-
-    monkeypatch.setattr(pull_module, "copy_runs", copy_during_publish)
-    with pytest.raises(VersionUnavailable, match=r"rank 0: version 1 left arena.*rewritten"):
+    before_the_first_byte(monkeypatch, lambda: (trainer.publish(2), trainer.publish(3)))
+    with pytest.raises(VersionUnavailable, match=r"rank 0: .*version 1 .*rewritten"):
         pull(puller, manifest, whole_tensors(tensors()), verify=verify)
 
 
@@ -307,7 +421,8 @@ def test_a_second_pull_of_a_placement_plans_nothing(
         np.testing.assert_array_equal(got, fill(COLUMNS, values(2)))
 
 
-def test_the_mapping_is_made_once(trainer: Trainer, puller: Puller, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mapping_is_made_once(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    puller = Puller([ShmTransport()], threads=1)
     made = []
     original = Mapping.__init__
     monkeypatch.setattr(Mapping, "__init__", lambda self, *a, **k: (made.append(1), original(self, *a, **k))[1])
@@ -315,11 +430,11 @@ def test_the_mapping_is_made_once(trainer: Trainer, puller: Puller, monkeypatch:
         pull(puller, trainer.publish(version), COLUMNS)
     # Two arenas, each mapped by its writer and by the reader.
     assert len(made) == 4
+    puller.close()
 
 
-def test_large_copies_are_cut_so_that_the_deadline_is_seen(
-    trainer: Trainer, puller: Puller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_copies_are_cut_so_that_the_deadline_is_seen(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    puller = Puller([ShmTransport()], threads=1)
     monkeypatch.setattr(route_module, "PIECE_BYTES", 64)
     manifest = trainer.publish(1)
     destination = whole_tensors(tensors())

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +21,7 @@ from refitd.agent.gate import AdmissionGate
 from refitd.agent.install import InstallAgent, InstallTimeouts
 from refitd.agent.pull import Puller
 from refitd.agent.replica import connect_replica
-from refitd.copy.runs import Runs
+from refitd.copy.runs import StridedRuns
 from refitd.engine.module import ModuleEngine
 from refitd.v1 import admin_pb2, types_pb2
 
@@ -137,7 +136,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, threads: str) -> Iterator[SlowC
     """Pulls in threads whose name contains `threads` stop after the first half of the runs of a copy."""
     slow, real = SlowCopy(), pull.copy_runs
 
-    def copy(runs: Runs, sources: Any, destinations: Any, *more: Any) -> None:
+    def copy(runs: StridedRuns, sources: Any, destinations: Any, *more: Any) -> None:
         if destinations is None or threads not in threading.current_thread().name:
             real(runs, sources, destinations, *more)
             return
@@ -155,6 +154,5 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, threads: str) -> Iterator[SlowC
         slow.go_on.set()
 
 
-def part(runs: Runs, which: slice) -> Runs:
-    columns = ("source", "source_offset", "destination", "destination_offset", "num_bytes", "tensor_offset", "fragment")
-    return replace(runs, **{name: np.ascontiguousarray(getattr(runs, name)[which]) for name in columns})
+def part(runs: StridedRuns, which: slice) -> StridedRuns:
+    return runs.take(np.arange(len(runs))[which])

@@ -18,7 +18,7 @@ from procs.ranks import Rank
 
 from refitd.agent import arena, snapshot
 from refitd.agent.checkpoint_record import read_record
-from refitd.copy.runs import Buffer, Runs
+from refitd.copy.runs import Buffer, StridedRuns
 from refitd.domain.errors import Deadline, Internal, ModelNotFound, NoRoom, RefitError, StaleRun, VersionNotFound
 from refitd.source.mapping import MappingSource
 
@@ -106,7 +106,7 @@ class Broken:
     def mark(self, how: str) -> Callable[[], None]:
         return lambda: setattr(self.marked, "how", how)
 
-    def _copy(self, runs: Runs, *more: Any) -> None:
+    def _copy(self, runs: StridedRuns, *more: Any) -> None:
         how, self.marked.how = getattr(self.marked, "how", ""), ""
         if not how:
             self._real(runs, *more)

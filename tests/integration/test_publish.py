@@ -347,7 +347,7 @@ def test_weak_evidence_fails_on_all_ranks_and_nothing_is_sealed(clients: Clients
 
 def test_what_is_not_built_is_refused_with_the_reason(clients: Clients) -> None:
     client = clients()
-    for options in ({"mode": "direct"}, {"gather": "own"}, {"wait": "queued"}):
+    for options in ({"mode": "direct"}, {"wait": "queued"}):
         with pytest.raises(Unsupported):
             client.publish({"w": torch.ones(1)}, 1, timeout=SOON, **options)
     with pytest.raises(Invalid):

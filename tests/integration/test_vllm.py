@@ -31,7 +31,7 @@ def run(script: str, *arguments: object, in_process: bool = True) -> Any:
         **os.environ,
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(SCRIPTS),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")])),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
@@ -59,7 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = "import sys; from pathlib import Path; from tiny import build\n" + "\n".join(
         f"build({kind!r}, {seed}, Path(sys.argv[1]))" for kind in KINDS for seed in (1, 2)
     )
-    environ = {**os.environ, "PYTHONPATH": str(SCRIPTS), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
+    environ = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", build, str(folder)], check=True, env=environ, timeout=SCRIPT_SECONDS)
     return folder
 
@@ -73,7 +74,7 @@ def fresh(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def refuse(folder: Path) -> dict[str, Any]:
-    return run("refuse", folder)
+    return run("refuse", folder, "untied") | run("refuse", folder, "tied")
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +146,10 @@ def test_a_broken_commit_taints_and_the_next_version_heals(refuse: dict[str, Any
     assert refuse["broken"] == {"version": 2, "reason": "TAINTED", "gate": "tainted", "serves": 0}
     assert refuse["one"] == fresh["untied-1"]
     assert refuse["healed"] == fresh["untied-2"]
+    # The second version broke in the plan that the first one proved; the third goes natively, and proves it again.
+    assert ["plan" if "proven plan" in note else "natively" for note in refuse["notes"]] == [
+        "natively", "natively", "plan", "plan",
+    ]  # fmt: skip
 
 
 def test_requests_that_come_before_the_first_version_wait_for_it(

@@ -90,13 +90,14 @@ class Trainer:
         return MegatronSource([self.model], self.optimizer, **options)
 
 
-def start(tp: int = 1, pp: int = 1, timeout: timedelta = timedelta(seconds=60), ep: int = 1) -> None:
-    """Joins the process group and Megatron's groups. The process ends with its parent."""
+def start(tp: int = 1, pp: int = 1, timeout: timedelta = timedelta(seconds=60), ep: int = 1, **groups: Any) -> None:
+    """Joins the process group and Megatron's groups, `groups` being more arguments for those. The process ends with its
+    parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timeout)
     seats.initialize_model_parallel(
-        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep, **groups
     )
 
 
@@ -117,17 +118,20 @@ def build_model(
     bucket_size: int = 20_000,
     learning_rate: float = 1e-2,
     seed: int = 7,
+    prepare: Callable[[Any], None] | None = None,
     wrap: Callable[..., Any] | None = None,
+    model_options: Mapping[str, Any] | None = None,
     ddp_options: Mapping[str, Any] | None = None,
     optimizer_options: Mapping[str, Any] | None = None,
 ) -> Trainer:
     """A model with equal weights for equal seeds, with DDP and optimizer unless `wrapped` is False. All ranks call.
 
-    `wrap` makes the DDP wrapper (config, DDP config, model); the options overwrite fields of Megatron's configs.
+    `prepare` changes the GPTModel before it is wrapped; `wrap` makes the DDP wrapper (config, DDP config, model); the
+    options overwrite fields of Megatron's configs.
     """
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    config = _config(shape, dtype)
+    config = _config(shape, dtype, model_options or {})
     gpt = GPTModel(
         config,
         get_gpt_layer_local_spec(
@@ -141,6 +145,8 @@ def build_model(
         share_embeddings_and_output_weights=shape.tied,
     )
     model = Float16Module(config, gpt) if dtype is torch.bfloat16 else gpt
+    if prepare is not None:
+        prepare(gpt)
     if not wrapped:
         return Trainer(shape, config, model, gpt)
     ddp_fields = {
@@ -165,7 +171,8 @@ def build_model(
         "overlap_param_gather": overlap,
     }
     optimizer = get_megatron_optimizer(OptimizerConfig(**{**optimizer_fields, **(optimizer_options or {})}), [ddp])
-    config.no_sync_func = ddp.no_sync
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = ddp.no_sync
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     return Trainer(shape, config, ddp, gpt, ddp, optimizer)
@@ -283,8 +290,8 @@ def say(*words: object) -> None:
         print(*words, flush=True)
 
 
-def _config(shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
-    return TransformerConfig(
+def _config(shape: ModelShape, dtype: torch.dtype, options: Mapping[str, Any]) -> TransformerConfig:
+    fields = dict(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -315,6 +322,7 @@ def _config(shape: ModelShape, dtype: torch.dtype) -> TransformerConfig:
         attention_softmax_in_fp32=True,
         **(_expert_fields(shape) if shape.experts else {}),
     )
+    return TransformerConfig(**{**fields, **options})
 
 
 def _expert_fields(shape: ModelShape) -> dict[str, Any]:

@@ -112,6 +112,7 @@ def test_versions_are_listed_newest_first_and_shown_whole(cli: Cli, versions: st
     shown = cli.json("versions", "show", "1", "--model", versions)
     assert (shown["step"], shown["state"], shown["num_tensors"]) == (1, "sealed", 2)
     assert shown["shares"]
+    assert {share["arena"]["sender_secret"] for share in shown["shares"]} == {"(not shown)"}  # type: ignore[attr-defined]
     assert len(str(shown["digest"])) == 16
     assert str(shown["digest"]) in cli.run("versions", "show", "1", "--model", versions)
     assert str(shown["digest"]) in cli.run("versions", "list", "--model", versions)

@@ -1,4 +1,4 @@
-"""A TCP proxy that can swallow what a server answers, and cut all its connections."""
+"""A TCP proxy that can swallow or spoil what a server answers, and cut all its connections."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ class Proxy:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._swallowing = False
         self._refusing = False
+        self._spoil = (-1, 0)
         self._open: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -29,9 +30,18 @@ class Proxy:
         self._refusing = True
         self._end_all()
 
+    def flip(self, position: int) -> None:
+        """A bit of the answer's byte `position`, counted on each connection made from now on, comes out wrong."""
+        self._spoil = (position, 1)
+
+    def cut_at(self, position: int) -> None:
+        """Each connection made from now on ends after so many bytes of the answer."""
+        self._spoil = (position, 0)
+
     def pass_on(self) -> None:
         """Serves as at the beginning."""
         self._swallowing = self._refusing = False
+        self._spoil = (-1, 0)
 
     def __enter__(self) -> Proxy:
         return self
@@ -69,8 +79,17 @@ class Proxy:
             threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
 
     def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+        position, flips = self._spoil if answers else (-1, 0)
+        passed = 0
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                if passed <= position < passed + len(data):
+                    place = position - passed
+                    if not flips:
+                        sink.sendall(data[:place])
+                        break
+                    data = data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :]
+                passed += len(data)
                 if not (answers and self._swallowing):
                     sink.sendall(data)
         for end in (source, sink):

@@ -21,8 +21,9 @@ class Rank:
     """One rank. Use as a context manager: the process is gone afterwards, even if it is stopped."""
 
     def __init__(
-        self, server: str, rank: int, *, keeper: str, world_size: int = 2, run: str = "run-1", **more: Any
-    ) -> None:
+        self, server: str, rank: int, *, keeper: str, world_size: int = 2, run: str = "run-1", script: Path = SCRIPT,
+        **more: Any,
+    ) -> None:  # fmt: skip
         config = {
             "server": server, "model": "policy", "rank": rank, "world_size": world_size, "run": run, "keeper": keeper,
             **more,
@@ -30,7 +31,7 @@ class Rank:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("REFITD_")}
         self.rank = rank
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), json.dumps(config)],
+            [sys.executable, str(script), json.dumps(config)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**clean, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         self._lines: queue.Queue[str] = queue.Queue()

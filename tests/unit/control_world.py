@@ -1,12 +1,11 @@
 """A control plane in one process, with a clock that the test moves and trainers that publish without bytes.
 
-Used by the tests of refitd.control. Layouts are JSON here; nothing of gRPC or protobuf is needed.
+Used by the tests of refitd.control. Layouts are encoded as on the wire; nothing of gRPC is needed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import heapq
 import itertools
 from collections import Counter
@@ -16,7 +15,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from refitd.control import commands as c
-from refitd.control.codec import decode, encode
+from refitd.control.codec import encode
 from refitd.control.control import ControlPlane
 from refitd.control.limits import Limits
 from refitd.domain.agent import EngineInfo, Role, TrainerInfo
@@ -24,6 +23,7 @@ from refitd.domain.errors import Problem
 from refitd.domain.events import Event
 from refitd.domain.layout import Box, Fragment, Layout, Tensor, packed
 from refitd.domain.version import ArenaSlot, DecisionKind, Evidence, GatherNeed, Run
+from refitd.rpc import convert
 from refitd.store.base import Store
 from refitd.store.memory import MemoryDisk, MemoryStore
 
@@ -87,7 +87,7 @@ def part(name: str, offset: int, extent: int, size: int) -> Layout:
 
 
 def layout_hash(layout: Layout) -> str:
-    return hashlib.sha256(encode(layout)).hexdigest()
+    return convert.layout_hash(convert.encode_layout(layout))
 
 
 def rank_root(value: int, class_index: int = 0) -> c.ClassRoot:
@@ -109,7 +109,7 @@ class World:
         self.store = self.open_store()
         self.control = ControlPlane(
             self.store,
-            decode_layout=lambda data: decode(Layout, data),
+            decode_layout=convert.decode_layout,
             encode_event=self._encode,
             clock=self.clock,
             limits=self.limits,
@@ -131,7 +131,7 @@ class World:
         return encode(event)
 
     async def upload(self, layout: Layout) -> str:
-        data, name = encode(layout), layout_hash(layout)
+        data, name = convert.encode_layout(layout), layout_hash(layout)
         await self.control.put_layout(c.PutLayoutRequest(name, 0, len(data), data))
         return name
 

@@ -77,7 +77,7 @@ class FakeSession:
 class FakeEngine:
     """Records calls; `script[phase]` runs before the phase takes effect."""
 
-    kind, num_ranks = "fake", 1
+    kind, num_ranks, install_note = "fake", 1, ""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

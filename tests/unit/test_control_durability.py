@@ -26,6 +26,7 @@ from refitd.domain.agent import Agent, ReplicaReport, ReplicaState, Role, Traine
 from refitd.domain.errors import Problem, Unavailable, Unsupported
 from refitd.domain.events import Event, Progress, RolloutChanged, VersionSealed
 from refitd.domain.version import ArenaSlot, DecisionKind, Evidence, RankShare, Run, Version, VersionState
+from refitd.rpc.convert import encode_layout
 from refitd.store.base import Commit, Write
 from refitd.store.memory import MemoryStore
 from refitd.store.sqlite import SqliteStore
@@ -156,7 +157,7 @@ def test_everything_is_there_after_a_restart_from_the_same_file(tmp_path: Path) 
         assert (after.header.revision, after.header.term) == (before.header.revision, before.header.term + 1)
         assert (await world.control.get_version(c.GetVersionRequest(MODEL))).version == version
         layout = c.GetLayoutRequest(layout_hash(whole("a", "b")))
-        assert (await world.control.get_layout(layout)).chunk == encode(whole("a", "b"))
+        assert (await world.control.get_layout(layout)).chunk == encode_layout(whole("a", "b"))
         await trainers[1].stage(b)
         assert (await trainers[1].seal(b.version)).version == 2
 

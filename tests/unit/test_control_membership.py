@@ -18,7 +18,6 @@ from control_world import (
 )
 
 from refitd.control import commands as c
-from refitd.control.codec import encode
 from refitd.control.limits import CHUNK_BYTES, Limits
 from refitd.control.records import key
 from refitd.domain.agent import EngineInfo, ReplicaState, Role, TrainerInfo, TransportKind
@@ -33,6 +32,7 @@ from refitd.domain.errors import (
     VersionNotFound,
 )
 from refitd.domain.version import Run
+from refitd.rpc.convert import encode_layout
 from refitd.store.base import Write
 
 
@@ -389,8 +389,8 @@ def test_a_layout_that_is_damaged_in_the_store_is_taken_again_from_the_trainer(d
 
 def test_a_layout_is_uploaded_in_chunks_that_many_ranks_may_send_at_once() -> None:
     async def scenario(world: World) -> None:
-        layout = whole(*(f"tensor.{number}" for number in range(8000)))
-        data, name = encode(layout), layout_hash(layout)
+        layout = whole(*(f"tensor.{number}" for number in range(40_000)))
+        data, name = encode_layout(layout), layout_hash(layout)
         assert len(data) > 2 * CHUNK_BYTES
 
         async def upload() -> int:
@@ -418,8 +418,8 @@ def test_a_layout_is_uploaded_in_chunks_that_many_ranks_may_send_at_once() -> No
 def test_a_layout_that_is_not_what_its_hash_says_or_no_layout_is_refused_and_may_be_sent_again() -> None:
     async def scenario(world: World) -> None:
         layout = whole("w")
-        data, name = encode(layout), layout_hash(layout)
-        wrong = c.PutLayoutRequest(name, 0, len(data), data[:-1] + b" ")
+        data, name = encode_layout(layout), layout_hash(layout)
+        wrong = c.PutLayoutRequest(name, 0, len(data), data[:-1] + bytes([data[-1] ^ 1]))
         assert isinstance(await error_of(world.control.put_layout(wrong)), Invalid)
         assert (await world.control.put_layout(c.PutLayoutRequest(name, 0, len(data), data))).received_bytes == len(
             data
@@ -454,7 +454,7 @@ def test_layouts_that_nothing_names_make_room_for_new_ones() -> None:
         )
         assert (await world.control.get_layout(c.GetLayoutRequest(layout_hash(used)))).total_bytes > 0
 
-    size = len(encode(whole("unused")))
+    size = len(encode_layout(whole("unused")))
     run_in(memory_world(limits=Limits(max_total_layout_bytes=2 * size)), scenario)
 
 

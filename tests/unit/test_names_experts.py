@@ -1,86 +1,19 @@
-"""Experts in the Hugging Face tensors: expert parallelism as a layout, routers and their biases."""
+"""Experts in the Hugging Face tensors: global numbers, packed parameters, routers and their biases, dense layers."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
 
 from refitd.domain.errors import Invalid, Unsupported
-from refitd.names.families import MOE_FAMILIES, Family, ModelDims, family_named
-from refitd.names.hf import hf_config
-from refitd.names.megatron import Seat, hf_tensors, missing_tensors, pieces
+from refitd.names.families import MOE_FAMILIES, ModelDims, family_named
+from refitd.names.megatron import Seat, hf_names, hf_tensors, missing_tensors, pieces
 from tests.megatron.biased import BIASED
 
 DIMS = ModelDims(2, 8, 12, 2, 1, 4, 10, False, experts=4, expert_ffn=6)
 WITH_BIAS = replace(DIMS, router_bias=True)
 L = "decoder.layers.1.mlp."
-
-
-def local_parameters(dims: ModelDims, seat: Seat, qk_norm: bool, grouped: bool) -> dict[str, tuple[int, ...]]:
-    """Names and local shapes of a whole chunk, as Megatron-Core has them."""
-    qkv = dims.kv_heads * (dims.heads // dims.kv_heads + 2) * dims.head_dim // seat.tp_size
-    ffn = dims.expert_ffn // seat.expert_tp_size
-    found = {
-        "embedding.word_embeddings.weight": (12 // seat.tp_size, dims.hidden),
-        "output_layer.weight": (12 // seat.tp_size, dims.hidden),
-        "decoder.final_layernorm.weight": (dims.hidden,),
-    }
-    for layer in range(dims.layers):
-        prefix = f"decoder.layers.{layer}."
-        found |= {
-            f"{prefix}input_layernorm.weight": (dims.hidden,),
-            f"{prefix}pre_mlp_layernorm.weight": (dims.hidden,),
-            f"{prefix}self_attention.linear_qkv.weight": (qkv, dims.hidden),
-            f"{prefix}self_attention.linear_proj.weight": (dims.hidden, dims.query // seat.tp_size),
-            f"{prefix}mlp.router.weight": (dims.experts, dims.hidden),
-        }
-        if dims.router_bias:
-            found[f"{prefix}mlp.router.expert_bias"] = (dims.experts,)
-        if qk_norm:
-            found[f"{prefix}self_attention.q_layernorm.weight"] = (dims.head_dim,)
-            found[f"{prefix}self_attention.k_layernorm.weight"] = (dims.head_dim,)
-        for expert in range(dims.experts // seat.ep_size):
-            one = f"{prefix}mlp.experts.local_experts.{expert}."
-            first, second = f"{one}linear_fc1.weight", f"{one}linear_fc2.weight"
-            if grouped:
-                first = f"{prefix}mlp.experts.linear_fc1.weight{expert}"
-                second = f"{prefix}mlp.experts.linear_fc2.weight{expert}"
-            found |= {first: (2 * ffn, dims.hidden), second: (dims.hidden, ffn)}
-    return found
-
-
-@pytest.mark.parametrize("grouped", [False, True], ids=["sequential", "grouped"])
-@pytest.mark.parametrize("expert_tp", [1, 2])
-@pytest.mark.parametrize("ep", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("family", "dims"), [*((family, DIMS) for family in MOE_FAMILIES.values()), (BIASED, WITH_BIAS)],
-    ids=[*MOE_FAMILIES, BIASED.name],
-)  # fmt: skip
-def test_the_seats_together_hold_every_element_once(
-    family: Family, dims: ModelDims, ep: int, expert_tp: int, grouped: bool
-) -> None:
-    expected = hf_tensors(family, dims)
-    held: dict[str, set[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    for ep_rank in range(ep):
-        for expert_tp_rank in range(expert_tp):
-            seat = Seat(0, 1, 0, ep_rank, ep, expert_tp_rank, expert_tp)
-            parameters = local_parameters(dims, seat, family.qk_norm, grouped)
-            for parameter, shape in parameters.items():
-                for piece in pieces(family, dims, seat, parameter, shape):
-                    assert piece.shape == expected[piece.tensor]
-                    held.setdefault(piece.tensor, set()).add((piece.box.offset, piece.box.extent))
-            assert missing_tensors(family, dims, seat, parameters, layers=2, first=True, last=True) == ()
-            lost = [p for p in parameters if p.endswith(("local_experts.0.linear_fc2.weight", "linear_fc2.weight0"))]
-            left = [p for p in parameters if p not in lost]
-            missing = missing_tensors(family, dims, seat, left, layers=2, first=True, last=True)
-            first = ep_rank * (dims.experts // ep)
-            assert len(missing) == dims.layers
-            assert all(f".experts.{first}." in one for one in missing)
-    assert held.keys() == expected.keys()
-    for tensor, boxes in held.items():
-        assert sum(math.prod(extent) for _, extent in boxes) == math.prod(expected[tensor]), tensor
 
 
 def test_a_local_expert_gets_its_global_number() -> None:
@@ -91,6 +24,19 @@ def test_a_local_expert_gets_its_global_number() -> None:
     assert (gate.start, up.start) == ((0, 0), (6, 0))
     (down,) = pieces(mixtral, DIMS, seat, L + "experts.linear_fc2.weight0", (8, 6))
     assert down.tensor == "model.layers.1.block_sparse_moe.experts.2.w2.weight"
+
+
+def test_packed_experts_lie_one_after_the_other_and_transposed() -> None:
+    seat = Seat(ep_rank=1, ep_size=2, expert_tp_rank=1, expert_tp_size=2)
+    found = pieces(MOE_FAMILIES["mixtral"], DIMS, seat, L + "experts.weight1", (8, 2 * 6))
+    assert [(p.tensor.split("experts.")[1], p.box.offset, p.start) for p in found] == [
+        ("2.w1.weight", (3, 0), (0, 0, 0)), ("2.w3.weight", (3, 0), (0, 0, 3)),
+        ("3.w1.weight", (3, 0), (1, 0, 0)), ("3.w3.weight", (3, 0), (1, 0, 3)),
+    ]  # fmt: skip
+    assert {(p.view, p.axes, p.box.extent) for p in found} == {((2, 8, 6), (2, 1), (3, 8))}
+    assert found[3].in_tensor(found[3].local) == found[3].box
+    with pytest.raises(Invalid, match=r"\(8, 13\), but \(8, 12\)"):
+        pieces(MOE_FAMILIES["mixtral"], DIMS, seat, L + "experts.weight1", (8, 13))
 
 
 def test_a_router_bias_is_a_tensor_where_family_and_model_have_one() -> None:
@@ -111,11 +57,37 @@ def test_a_router_bias_that_the_family_has_no_name_for_is_refused_and_named(name
     assert refusal.value.subject == {"tensor": L + "router.expert_bias", "family": name}
 
 
-def test_experts_that_cannot_be_shared_and_dense_families_are_refused() -> None:
-    name = L + "experts.local_experts.0.linear_fc2.weight"
+def test_an_expert_that_is_lost_is_missed_under_its_global_number() -> None:
+    seat, family = Seat(ep_rank=1, ep_size=2), MOE_FAMILIES["mixtral"]
+    names = [f"decoder.layers.{n}.mlp.experts.local_experts.{e}.linear_fc2.weight" for n in range(2) for e in range(2)]
+    lost = missing_tensors(family, DIMS, seat, names[:-1], layers=2, first=False, last=False)
+    assert [name for name in lost if name.endswith("w2.weight")] == [
+        "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    ]
+
+
+def test_an_mtp_layer_is_dense_where_the_decoders_last_layer_is() -> None:
+    latent = {"q_lora": 4, "kv_lora": 5, "nope_dim": 2, "rope_dim": 1, "v_dim": 3}
+    family, dims = MOE_FAMILIES["deepseek_v3"], replace(DIMS, dense_layers=(1,), mtp_layers=1, **latent)
+    name = "mtp.layers.0.mtp_model_layer.mlp."
+    assert "model.layers.2.mlp.down_proj.weight" in hf_names(family, dims, Seat(), name + "linear_fc2.weight")
+    with pytest.raises(Unsupported, match="router"):
+        hf_names(family, dims, Seat(), name + "router.weight")
+
+
+def test_experts_that_cannot_be_there_and_dense_families_are_refused() -> None:
+    name = L + "experts.local_experts.{}.linear_fc2.weight"
     with pytest.raises(Invalid, match="4 experts cannot be shared equally by 3"):
-        pieces(MOE_FAMILIES["mixtral"], DIMS, Seat(ep_size=3), name, (8, 6))
+        pieces(MOE_FAMILIES["mixtral"], DIMS, Seat(ep_size=3), name.format(0), (8, 6))
+    with pytest.raises(Invalid, match="local expert 2, but the rank has 2 of 4"):
+        pieces(MOE_FAMILIES["mixtral"], DIMS, Seat(ep_size=2), name.format(2), (8, 6))
     with pytest.raises(Unsupported, match="no place"):
-        pieces(family_named("llama"), DIMS, Seat(), name, (8, 6))
-    with pytest.raises(Unsupported, match="has experts"):
-        hf_config(MOE_FAMILIES["mixtral"], DIMS)
+        pieces(family_named("llama"), DIMS, Seat(), name.format(0), (8, 6))
+
+
+def test_a_dense_layer_of_a_family_that_has_none_is_refused() -> None:
+    dims = replace(DIMS, dense_layers=(0,))
+    with pytest.raises(Unsupported, match="mixtral"):
+        pieces(MOE_FAMILIES["mixtral"], dims, Seat(), "decoder.layers.0.mlp.linear_fc1.weight", (24, 8))
+    found = pieces(MOE_FAMILIES["qwen3_moe"], dims, Seat(), "decoder.layers.0.mlp.linear_fc1.weight", (24, 8))
+    assert [piece.tensor for piece in found] == [f"model.layers.0.mlp.{n}_proj.weight" for n in ("gate", "up")]

@@ -51,6 +51,14 @@ def test_neighbouring_boxes_in_neighbouring_memory_become_one_run() -> None:
     assert len(plan([halves], tensor).runs) == 2, "two fragments have two digests"
 
 
+def test_a_long_narrow_box_is_found_behind_shorter_ones() -> None:
+    """The columns reach over all rows; two boxes that start behind them end before the rows that are wanted."""
+    tensor = Layout(WHOLE.tensors[:1], WHOLE.fragments[:1], WHOLE.buffer_bytes)
+    boxes = [Box((0, 0), (4, 2)), Box((0, 2), (1, 2)), Box((0, 4), (1, 2)), Box((1, 2), (3, 4))]
+    found = plan([cut(tensor, *boxes)], cut(tensor, Box((3, 0), (1, 2))))
+    assert rows(found) == [(0, 12, 0, 4, 36, 0)]
+
+
 def test_fragments_and_buffers_are_numbered_over_all_sources() -> None:
     boxes = [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))]
     bias = Fragment(1, Box((0,), (5,)), 1, 4, (4,))

@@ -170,20 +170,6 @@ def test_what_cannot_be_read_in_place_is_refused_naming_the_tensor(name: str) ->
     assert caught.value.advice
 
 
-def test_a_dtensor_is_refused_naming_it() -> None:
-    from torch.distributed.tensor import DTensor, Replicate
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    class Mesh:  # only looked at when a DTensor computes, which must not happen
-        ndim = 1
-
-    local = torch.ones(2)
-    spec = DTensorSpec(Mesh(), (Replicate(),), TensorMeta(local.shape, local.stride(), local.dtype))  # type: ignore[arg-type]
-    shard = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
-    with pytest.raises(Unsupported, match="'shard' is a DTensor"):
-        MappingSource({"shard": shard}).layout()
-
-
 @pytest.mark.parametrize("name", ["", 3, "\ud800"])
 def test_names_that_are_no_text_are_refused(name: object) -> None:
     with pytest.raises(Invalid):

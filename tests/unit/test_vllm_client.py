@@ -41,7 +41,7 @@ HEALTHY: dict[str, dict[str, object]] = {
     "refitd_inspect": {"unfilled": [], "unread": [], "aliases": []},
     "refitd_stage_begin": {},
     "refitd_stage_poll": {"done": True, "error": None, "num_bytes": 16, "transport": "shm", "choice_reason": "near"},
-    "refitd_commit": {"rebuilt": []},
+    "refitd_commit": {"rebuilt": [], "way": "natively: no plan"},
     "refitd_reset_caches": {},
 }
 
@@ -149,6 +149,18 @@ def test_a_commit_that_broke_on_one_rank_is_tainted_and_names_it(engine: VllmEng
     with pytest.raises(Tainted) as broken:
         engine.commit(1, SOON)
     assert broken.value.subject["ranks"] == "1"
+
+
+def test_the_way_of_an_install_is_told_once_or_by_rank(engine: VllmEngine, driver: FakeDriver) -> None:
+    engine.stage(manifest(1), SOON)
+    engine.commit(1, SOON)
+    assert engine.install_note == "installed natively: no plan"
+    engine.stage(manifest(2), SOON)
+    driver.answer["refitd_commit"] = lambda nonce: [
+        reply(nonce, rank, rebuilt=[], way=f"by plan {rank}") for rank in (0, 1)
+    ]
+    engine.commit(2, SOON)
+    assert engine.install_note == "rank 0 installed by plan 0; rank 1 installed by plan 1"
 
 
 def test_a_commit_refused_on_one_rank_and_done_on_the_other_is_tainted(engine: VllmEngine, driver: FakeDriver) -> None:

@@ -33,7 +33,14 @@ def serve(folder: Path, tp: int, paths: list[str]) -> dict:
         llm, lambda engine, name: (engines.append(engine) or plane, lambda: None), replica="r0",
         request_wait=timedelta(milliseconds=500),
     )  # fmt: skip
-    out: dict = {"ready_before": replica.ready, "version_before": replica.version, "values": {}, "timings": []}
+    out: dict = {
+        "ready_before": replica.ready,
+        "version_before": replica.version,
+        "values": {},
+        "timings": [],
+        "notes": [],
+        "num_bytes": [],
+    }
     try:
         llm.generate(prompts(PROMPTS), sampling(1), use_tqdm=False)
     except Deadline as error:
@@ -43,6 +50,8 @@ def serve(folder: Path, tp: int, paths: list[str]) -> dict:
         report = plane.serving(version)
         out["timings"].append({k: round(v.total_seconds() * 1000, 1) for k, v in report.timings.items()})
         out["values"][path] = measure(llm)
+        out["notes"].append(report.choice_reason)
+        out["num_bytes"].append(report.num_bytes)
     out |= {"version": replica.version, "label": llm.get_weight_version(), "rebuilt": engines[0].rebuilt}
     out["checksums"] = engines[0].checksums(timedelta(seconds=10))
     # Once closed, the engine serves on without a gate.

@@ -1,8 +1,11 @@
-"""What a vLLM engine in this process refuses, and what it computes when one mechanism is off. refuse.py FOLDER"""
+"""What a vLLM engine in this process refuses, and what it computes when one mechanism is off. refuse.py FOLDER KIND
+
+KIND is "untied" or "tied". One engine per process: vLLM 0.32 can't build a second one for the CPU once numba, which
+copies, is loaded.
+"""
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from datetime import timedelta
@@ -28,13 +31,14 @@ class Bench:
         self.llm = LLM(**llm_args(path, 1, **engine_args(worker_extension_cls=worker)))
         self.plane = Plane(Path(sys.argv[1]))
         self.engines: list = []
+        self.notes: list[str] = []
         self.replica = attach_session(
             self.llm, lambda engine, name: (self.engines.append(engine) or self.plane, lambda: None), replica="r0",
             request_wait=timedelta(milliseconds=500), timeouts=InstallTimeouts(retry=RETRY, retry_most=RETRY),
         )  # fmt: skip
 
     def serve(self, path: Path, **changes) -> dict:
-        self.plane.serving(self.plane.publish(weights(path) | changes))
+        self.notes.append(self.plane.serving(self.plane.publish(weights(path) | changes)).choice_reason)
         return measure(self.llm)
 
     def problem(self, tensors: dict) -> dict:
@@ -49,10 +53,7 @@ class Bench:
         }  # fmt: skip
 
 
-def main() -> None:
-    import refit_vllm.reload as reload
-
-    folder = Path(sys.argv[1])
+def untied(folder: Path) -> dict:
     one, two = build("untied", 1, folder), build("untied", 2, folder)
     out: dict = {}
     bench = Bench(one)
@@ -72,10 +73,15 @@ def main() -> None:
     # Without the reset of the caches the long prompt, which is cached, gives the old weights' values.
     bench.engines[0].reset_caches = lambda timeout: None
     out["no_reset"] = bench.serve(two)
+    out["notes"] = bench.notes
     bench.replica.close()
-    del bench
-    gc.collect()
+    return out
 
+
+def tied(folder: Path) -> dict:
+    import refit_vllm.reload as reload
+
+    out: dict = {}
     tied_one, tied_two = build("tied", 1, folder), build("tied", 2, folder)
     bench = Bench(tied_one)
     twin = weights(tied_one)[EMBEDDING]
@@ -86,7 +92,12 @@ def main() -> None:
     reload.rebuild_derived_state = kept
     out["rebuild"] = bench.serve(tied_two)
     bench.replica.close()
-    print("RESULT", json.dumps(out), flush=True)
+    return out
+
+
+def main() -> None:
+    kinds = {"untied": untied, "tied": tied}
+    print("RESULT", json.dumps(kinds[sys.argv[2]](Path(sys.argv[1]))), flush=True)
 
 
 if __name__ == "__main__":

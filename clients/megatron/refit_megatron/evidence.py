@@ -12,17 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from refit_megatron.surface import Bucket, Chunk, bits, is_packed
+from refit_megatron.surface import Bucket, Chunk, bits, is_packed, is_shared, this_rank
+from refitd.domain.errors import Unsupported
 
 
 @dataclass(frozen=True)
 class OwnSlice:
-    """Flat elements [start, end) of a parameter, which this rank's optimizer writes."""
+    """Flat elements [start, end) of a parameter, which this rank's optimizer writes. `in_master`: a step leaves them in
+    their FP32 master, and only the staging before a gather brings them into place (MXFP8 in the gradient buffer)."""
 
     chunk: Chunk
     parameter: nn.Parameter
     start: int
     end: int
+    in_master: bool = False
 
     @property
     def values(self) -> Tensor:
@@ -45,9 +48,20 @@ class Comparison:
 
 def own_slices(chunks: Sequence[Chunk]) -> Iterator[OwnSlice]:
     """Every slice that this rank's optimizer writes: its part of each bucket, or whole parameters where nothing is
-    sharded. Frozen parameters are in no bucket and are nobody's slice."""
+    sharded. Frozen parameters are in no bucket and are nobody's slice.
+
+    Raises:
+        Unsupported: an NVFP4 buffer, whose elements are not those that the index map counts.
+    """
     for chunk in chunks:
         for buffer in chunk.flat_buffers:
+            if getattr(buffer, "has_nvfp4_params", False):
+                raise Unsupported(
+                    f"rank {this_rank()}: a parameter buffer holds packed NVFP4 values",
+                    advice="train with 16-bit, 32-bit or MXFP8 parameters", rank=this_rank(),
+                )  # fmt: skip
+            # In that mode a step copies no master, also not into the buffers that are the parameters' own.
+            staged = chunk.shares_gradients or is_shared(buffer)
             size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
             for bucket in buffer.buckets:
                 if bucket.param_data is None:
@@ -61,11 +75,16 @@ def own_slices(chunks: Sequence[Chunk]) -> Iterator[OwnSlice]:
                     begin, stop = begin - bucket.offset, stop - bucket.offset
                     start, end = max(begin, low), min(stop, high)
                     if start < end:
-                        yield OwnSlice(chunk, parameter, start - begin, end - begin)
+                        in_master = staged and parameter.dtype != torch.float32
+                        yield OwnSlice(chunk, parameter, start - begin, end - begin, in_master)
 
 
-def compare_with_masters(chunks: Sequence[Chunk]) -> Comparison:
-    """Compares all own slices with `main_param`; one wait for the device at the end."""
+def compare_with_masters(chunks: Sequence[Chunk], *, gathered: bool) -> Comparison:
+    """Compares all own slices with `main_param`; one wait for the device at the end.
+
+    What is published as the cast of the master is not compared with it: packed parameters, and unless `gathered` all
+    that a gather would bring into place.
+    """
     compared: list[OwnSlice] = []
     unchecked: list[OwnSlice] = []
     flags: list[Tensor] = []
@@ -75,7 +94,7 @@ def compare_with_masters(chunks: Sequence[Chunk]) -> Comparison:
             if master is None:
                 unchecked.append(own)
                 continue
-            if is_packed(own.parameter):  # what is published is the cast itself
+            if is_packed(own.parameter) or (own.in_master and not gathered):
                 compared.append(own)
                 flags.append(torch.zeros((), dtype=torch.bool, device=own.parameter.device))
                 continue

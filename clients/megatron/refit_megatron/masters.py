@@ -33,9 +33,10 @@ class Cast:
         with torch.no_grad():
             self.memory.copy_(master.detach().reshape(-1))
 
-    def boxes(self) -> Iterator[tuple[Box, int]]:
-        """The slice as boxes of the local parameter, each with the element of `memory` where it begins."""
-        for box, first in flat_boxes(tuple(self.own.parameter.shape), self.own.start, self.own.end):
+    def boxes(self, view: tuple[int, ...] = ()) -> Iterator[tuple[Box, int]]:
+        """The slice as boxes of the local parameter, seen as `view` if one is given, each with the element of `memory`
+        where it begins."""
+        for box, first in flat_boxes(view or tuple(self.own.parameter.shape), self.own.start, self.own.end):
             yield box, first - self.own.start
 
 
@@ -44,9 +45,13 @@ def casts_of(chunk: Chunk) -> dict[nn.Parameter, list[Cast]]:
     found: dict[nn.Parameter, list[Cast]] = {}
     for own in own_slices([chunk]):
         if is_packed(own.parameter):
-            memory = torch.zeros(own.end - own.start, dtype=own.parameter.dtype, device=own.parameter.device)
-            found.setdefault(own.parameter, []).append(Cast(own, memory))
+            found.setdefault(own.parameter, []).append(cast_of(own))
     return found
+
+
+def cast_of(own: OwnSlice) -> Cast:
+    """Memory for the cast of a slice; holds nothing until `refresh`."""
+    return Cast(own, torch.zeros(own.end - own.start, dtype=own.parameter.dtype, device=own.parameter.device))
 
 
 def without_master(chunks: Sequence[Chunk]) -> list[OwnSlice]:

@@ -8,6 +8,7 @@ collective), `gather` after (collective over the data-parallel groups).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from refit_megatron.matrix import (
     Optimizer,
     Overlap,
     Residency,
+    Row,
     Staging,
     State,
     Weights,
@@ -31,9 +33,9 @@ from refit_megatron.matrix import (
 from refit_megatron.surface import (
     BucketGroup,
     Chunk,
-    FlatBuffer,
     is_packed,
     is_quantized,
+    is_shared,
     parts_of,
     tensors_of,
     this_rank,
@@ -64,7 +66,7 @@ def check_aliases(chunks: Sequence[Chunk]) -> None:
     for chunk in chunks:
         names = {parameter: name for name, parameter in chunk.gpt.named_parameters()}
         for buffer in chunk.flat_buffers:
-            if buffer.param_data is None or _is_shared(buffer):
+            if buffer.param_data is None or is_shared(buffer):
                 continue
             base = buffer.param_data.data_ptr()
             for parameter in buffer.params:
@@ -85,15 +87,26 @@ def decide(chunks: Sequence[Chunk], optimizer: Any) -> tuple[GatherNeed, str]:
 
     Raises the refusal of the first chunk whose row has one: `ParamsOffloaded` naming the buffer, or `Unsupported`.
     """
-    rows = [matrix.row_for(state_of(chunk, optimizer)) for chunk in chunks]
+    rows = _rows(chunks, [state_of(chunk, optimizer) for chunk in chunks])
+    if any(row.action is Action.GATHER for row in rows):
+        return GatherNeed.NEEDED, ""
+    return GatherNeed.NOT_NEEDED, rows[0].why
+
+
+def check_ungathered(chunks: Sequence[Chunk], optimizer: Any) -> None:
+    """Raises the refusals of `decide` that hold without a gather too: released gradients and staging do not matter."""
+    states = [replace(state_of(chunk, optimizer), staging=Staging.THERE) for chunk in chunks]
+    _rows(chunks, [s if s.residency is Residency.PARAMS else replace(s, residency=Residency.RESIDENT) for s in states])
+
+
+def _rows(chunks: Sequence[Chunk], states: Sequence[State]) -> list[Row]:
+    rows = [matrix.row_for(state) for state in states]
     for row in rows:
         if row.action is Action.REFUSE:
             if row.reason == ParamsOffloaded.reason:
                 check_resident(chunks)
             raise Unsupported(f"rank {this_rank()}: {row.why}", advice=row.advice, rank=this_rank(), state=row.name)
-    if any(row.action is Action.GATHER for row in rows):
-        return GatherNeed.NEEDED, ""
-    return GatherNeed.NOT_NEEDED, rows[0].why
+    return rows
 
 
 def state_of(chunk: Chunk, optimizer: Any) -> State:
@@ -167,17 +180,23 @@ def gather(chunks: Sequence[Chunk], optimizer: Any) -> None:
     received data and still count as gathered.
     """
     deferred = [chunk for chunk in chunks if chunk.deferred]
+    finish_in_flight(deferred)
     with torch.no_grad():
-        for chunk in deferred:
-            for group in chunk.groups:
-                if group.param_gather_handle is not None:
-                    group.finish_param_sync(skip_next_bucket_dispatch=True)
         if any(chunk.shares_gradients for chunk in deferred):
             optimizer.prepare_model_params_for_param_sync()
         for chunk in deferred:
             assert chunk.ddp is not None
             chunk.ddp.start_param_sync(force_sync=True)
     check_gathered(chunks)
+
+
+def finish_in_flight(chunks: Sequence[Chunk]) -> None:
+    """Waits for gathers that were started, and starts no further one; afterwards none writes to the parameters."""
+    with torch.no_grad():
+        for chunk in chunks:
+            for group in chunk.groups:
+                if group.param_gather_handle is not None:
+                    group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def _released(chunk: Chunk) -> Iterator[tuple[str, bool]]:
@@ -187,7 +206,7 @@ def _released(chunk: Chunk) -> Iterator[tuple[str, bool]]:
     lists = (("buffers", ddp.buffers), ("expert_parallel_buffers", ddp.expert_parallel_buffers)) if ddp else ()
     for kind, buffers in lists:
         for number, buffer in enumerate(buffers):
-            shared = _is_shared(buffer)
+            shared = is_shared(buffer)
             if _is_released(buffer.param_data) and not shared:
                 yield f"{kind}[{number}].param_data", True
             if _is_released(buffer.grad_data):
@@ -199,11 +218,3 @@ def _released(chunk: Chunk) -> Iterator[tuple[str, bool]]:
 
 def _is_released(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.numel() > 0 and tensor.untyped_storage().size() == 0
-
-
-def _is_shared(buffer: FlatBuffer) -> bool:
-    """One storage for gradients and gathered parameters. Released storages all have address 0, so objects count."""
-    data, gradients = buffer.param_data, buffer.grad_data
-    if data is None or gradients is None:
-        return False
-    return bool(data.untyped_storage()._cdata == gradients.untyped_storage()._cdata)

@@ -26,7 +26,7 @@ from refit_megatron.saved_files import damaged_items, files_digest
 from refitd.copy.dispatch import copy_runs
 from refitd.copy.runs import Buffer
 from refitd.domain.digest import MASK64, digest_text, root
-from refitd.domain.errors import Invalid, RefitError
+from refitd.domain.errors import Invalid, RefitError, Unsupported
 from refitd.domain.layout import Fragment, Layout, Tensor, contiguous_strides
 from refitd.domain.placement import schema_hash
 from refitd.domain.plan import digest_plan
@@ -127,7 +127,17 @@ def files_of(path: Path) -> str:
 
 
 def dims_of_saved(path: Path, shapes: Mapping[str, tuple[int, ...]], family: Family, sizes: Heads) -> ModelDims:
-    """The model's sizes from the saved shapes. Raises `Invalid` if they are none of a GPT model's."""
+    """The model's sizes from the saved shapes.
+
+    Raises:
+        Invalid: they are none of a GPT model's.
+        Unsupported: multi-latent attention, whose sizes the shapes don't tell apart.
+    """
+    if family.latent:
+        raise Unsupported(
+            f"saved checkpoints of family {family.name!r} are not read", advice="compare a published version instead",
+            family=family.name,
+        )  # fmt: skip
     numbers = {int(key.split(".")[2]) for key in shapes if key.startswith(_LAYERS) and key.split(".")[2].isdigit()}
     by_layer = {key: shape for key, shape in shapes.items() if key.startswith(_LAYERS)}
     try:
@@ -167,7 +177,7 @@ def differing(saved: Saved, weights: Mapping[str, torch.Tensor]) -> list[str]:
     source = MappingSource(weights)
     layout = source.layout()
     found = np.zeros(len(layout.fragments), np.uint64)
-    copy_runs(digest_plan(layout).runs, source.buffers(), None, found)
+    copy_runs(digest_plan(layout).rows, source.buffers(), None, found)
     digests: dict[str, int] = defaultdict(int)
     for fragment, digest in zip(layout.fragments, found, strict=True):
         digests[layout.tensors[fragment.tensor].name] += int(digest)
@@ -265,5 +275,5 @@ def _digests(layout: Layout, memory: torch.Tensor) -> list[int]:
     found = np.zeros(len(layout.fragments), np.uint64)
     memory = memory.contiguous()
     buffer = Buffer(memory.data_ptr(), memory.nbytes, "cpu", memory)
-    copy_runs(digest_plan(layout).runs, [buffer], None, found)
+    copy_runs(digest_plan(layout).rows, [buffer], None, found)
     return [int(digest) for digest in found]

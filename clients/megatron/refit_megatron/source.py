@@ -1,7 +1,8 @@
 """`MegatronSource`: one trainer rank of Megatron-Core as a `refitd.source.base.WeightSource`.
 
 Ties together where the weights are (`inventory`), whether they are there and gathered (`readiness`) and the proof
-(`evidence`). It knows nothing of daemons, versions or fences, and does not import Megatron.
+(`evidence`). `OwnSlices` is the same rank without a gather: what its own optimizer wrote (`own`). Knows nothing of
+daemons, versions or fences, and does not import Megatron.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from torch import nn
 
 from refit_megatron import evidence as proof
 from refit_megatron import inventory as stock
-from refit_megatron import readiness
+from refit_megatron import own, readiness
 from refit_megatron.staleness import Snapshot
+from refit_megatron.steps import StepWatch
 from refit_megatron.surface import Chunk, settle, this_rank, unwrap, world_size
 from refitd.copy.runs import Buffer
 from refitd.domain.errors import Invalid, ReplicasDiffer
@@ -35,7 +37,7 @@ class MegatronSource:
         model: The model chunk, or all chunks of this rank (a list, as `get_model` gives it): Megatron-Core's
             DistributedDataParallel around a GPTModel, or a GPTModel itself.
         optimizer: What `get_megatron_optimizer` gave; without it nothing can be compared (evidence FLAGS at most).
-        family: "llama", "qwen2", "qwen3", "qwen3_moe" or "mixtral".
+        family: "qwen3", "mixtral", "deepseek_v3", ...: a name in `refitd.names.families` (docs/models.md lists them).
         vocab_size: Rows of the Hugging Face vocabulary; the padded rows beyond are not published.
         measure_stale: Count at each gather what would have been stale; costs a copy of the weights. See `stale_share`.
 
@@ -62,7 +64,9 @@ class MegatronSource:
         self._measure_stale = measure_stale
         self._stale_share: float | None = None
         self._inventory: stock.Inventory | None = None
+        self._own: OwnSlices | None = None
         self._written: torch.cuda.Event | None = None
+        self._watch, self._steps = StepWatch(optimizer), 0
 
     @property
     def collective(self) -> bool:
@@ -93,9 +97,11 @@ class MegatronSource:
             ParamsOffloaded: a parameter, flat buffer or needed gradient buffer has storage size 0 (rank, buffer named).
             Unsupported: Megatron-FSDP, an open accumulation, a parameter outside its flat buffer, MXFP8 without
                 staging.
+            StaleFence: an optimizer step is under way in another thread.
         """
         chunks = self._chunks()
         self._stale_share = None
+        self._steps = self._watch.steps()
         found = readiness.decide(chunks, self._optimizer)
         readiness.check_aliases(chunks)
         if (device := self._device()).type == "cuda":
@@ -133,26 +139,20 @@ class MegatronSource:
             ReplicasDiffer: a slice is not the cast of its master; tensor and rank are named.
             Internal: a deferred group is not gathered.
         """
-        chunks, device = self._chunks(), self._device()
+        chunks = self._chunks()
         readiness.check_gathered(chunks)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).record_event().synchronize()
-        wrapped = any(chunk.ddp is not None for chunk in chunks)
-        if wrapped and self._optimizer is not None:
-            found = proof.compare_with_masters(chunks)
-            if found.different:
-                own = found.different[0]
-                names = stock.held_names(own.chunk, self._family, self._vocab_size, own.name)
-                raise ReplicasDiffer(
-                    f"rank {this_rank()}: elements {own.start}..{own.end} of {own.name!r} ({names}) are not the "
-                    f"cast of the optimizer's FP32 master; of {found.compared} slices {len(found.different)} differ",
-
-                    advice="after loading weights call optimizer.reload_model_params(); change weights only by steps",
-                    tensor=names, rank=this_rank(),
-                )  # fmt: skip
-            if not found.unchecked:
-                return Evidence.COMPARED
+        if self._compared(chunks, gathered=True):
+            return Evidence.COMPARED
         return Evidence.FLAGS if any(chunk.deferred for chunk in chunks) else Evidence.DECLARED
+
+    def check_unchanged(self) -> None:
+        """Raises `StaleFence` if an optimizer step began since `check`, so that the bytes read may be of two steps."""
+        self._watch.check(self._steps)
+
+    def own_slices(self) -> OwnSlices:
+        """The same rank for `publish(gather="own")`; one object."""
+        self._own = self._own or OwnSlices(self)
+        return self._own
 
     def stale_share(self) -> float | None:
         """Share (0..1) of this rank's published bytes that the last gather changed: stale if published without it.
@@ -160,6 +160,24 @@ class MegatronSource:
         None if nothing was gathered since the last `check`, or without `measure_stale`. Local.
         """
         return self._stale_share
+
+    def _compared(self, chunks: Sequence[Chunk], *, gathered: bool) -> bool:
+        """Waits for the device; whether every own slice has a master, and is its cast. Raises `ReplicasDiffer`."""
+        if (device := self._device()).type == "cuda":
+            torch.cuda.current_stream(device).record_event().synchronize()
+        if self._optimizer is None or all(chunk.ddp is None for chunk in chunks):
+            return False
+        found = proof.compare_with_masters(chunks, gathered=gathered)
+        if found.different:
+            first = found.different[0]
+            names = stock.held_names(first.chunk, self._family, self._vocab_size, first.name)
+            raise ReplicasDiffer(
+                f"rank {this_rank()}: elements {first.start}..{first.end} of {first.name!r} ({names}) are not the "
+                f"cast of the optimizer's FP32 master; of {found.compared} slices {len(found.different)} differ",
+                advice="after loading weights call optimizer.reload_model_params(); change weights only by steps",
+                tensor=names, rank=this_rank(),
+            )  # fmt: skip
+        return not found.unchecked
 
     def _chunks(self) -> list[Chunk]:
         return [unwrap(model) for model in self._models]
@@ -180,3 +198,75 @@ class MegatronSource:
             found = replace(found, layout=known.layout)
         self._inventory = found
         return found
+
+
+class OwnSlices:
+    """What the own optimizer of a `MegatronSource`'s rank wrote, with frozen parameters and persistent buffers whole.
+
+    A `WeightSource` without a gather: the ranks' layouts make up the model, and what several of them own (optimizer
+    instances, tensor-parallel replicas, tied stages, everything frozen) is compared when the version is sealed. Lives
+    as long as its source.
+    """
+
+    collective = False
+
+    def __init__(self, whole: MegatronSource) -> None:
+        self._whole = whole
+        self._of: stock.Inventory | None = None
+        self._inventory: stock.Inventory | None = None
+
+    def layout(self) -> Layout:
+        """The boxes of this rank's slices, in the live storages. Raises as that of the source, and as `own.take`."""
+        return self._current().layout
+
+    def buffers(self) -> Sequence[Buffer]:
+        """The live storages, and casts of the masters as they are now. Local; valid until the next step or move."""
+        return self._current().buffers()
+
+    def check(self) -> tuple[GatherNeed, str]:
+        """Looks at storages and classes. Call it on the thread that trains.
+
+        Raises:
+            ParamsOffloaded: a parameter or its flat buffer has storage size 0; gradients do not matter.
+            Unsupported: Megatron-FSDP, NVFP4, GTP, an open accumulation, a parameter outside its flat buffer, MXFP8
+                without masters in memory, no optimizer.
+            StaleFence: an optimizer step is under way in another thread.
+        """
+        whole = self._whole
+        chunks = whole._chunks()
+        own.check(chunks, whole._optimizer)
+        readiness.check_ungathered(chunks, whole._optimizer)
+        readiness.check_aliases(chunks)
+        whole._steps = whole._watch.steps()
+        return GatherNeed.NOT_NEEDED, "every rank publishes what its own optimizer wrote"
+
+    def gather(self) -> None:
+        """Does nothing: own slices are fresh without a gather."""
+
+    def evidence(self) -> Evidence:
+        """How much is proven of this rank's bytes. Local; waits for the device.
+
+        COMPARED: every slice is the cast of its FP32 master, or is that cast itself. FLAGS: there is no master to
+        compare (FP32 parameters, precision-aware optimizer), and the slices are where the optimizer's own tables say
+        that it writes. DECLARED: nothing is deferred, and there is no master.
+
+        Raises:
+            ReplicasDiffer: a slice is not the cast of its master; tensor and rank are named.
+        """
+        chunks = self._whole._chunks()
+        if self._whole._compared(chunks, gathered=False):
+            return Evidence.COMPARED
+        return Evidence.FLAGS if any(chunk.deferred for chunk in chunks) else Evidence.DECLARED
+
+    def check_unchanged(self) -> None:
+        """As that of the source."""
+        self._whole.check_unchanged()
+
+    def _current(self) -> stock.Inventory:
+        of = self._whole._current()
+        if self._inventory is None or of is not self._of:
+            found = own.take(of, self._whole._chunks(), self._whole._optimizer)
+            if self._inventory is not None and self._inventory.layout == found.layout:
+                found = replace(found, layout=self._inventory.layout)
+            self._of, self._inventory = of, found
+        return self._inventory

@@ -174,6 +174,14 @@ def is_quantized(tensor: Tensor) -> bool:
     return is_packed(tensor) or hasattr(tensor, "device_mesh")
 
 
+def is_shared(buffer: FlatBuffer) -> bool:
+    """One storage for gradients and gathered parameters. Released storages all have address 0, so objects count."""
+    data, gradients = buffer.param_data, buffer.grad_data
+    if data is None or gradients is None:
+        return False
+    return bool(data.untyped_storage()._cdata == gradients.untyped_storage()._cdata)
+
+
 def bits(tensor: Tensor) -> Tensor:
     """The same memory as integers, so that NaN and -0.0 compare as bytes."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -54,6 +54,8 @@ class VllmEngine:
         self._staged = 0
         self._out_of_step: Tainted | None = None
         self.rebuilt: tuple[str, ...] = ()
+        # How the last version was installed, and why not by a plan if it was not; for status.
+        self.install_note = ""
 
     def stage(self, manifest: Manifest, timeout: timedelta) -> StageReport:
         """Pulls the version into the staging memory of every worker. The scheduler goes on, the model does not change.
@@ -106,6 +108,7 @@ class VllmEngine:
         bad = [reply for reply in replies if not reply.ok]
         if not bad:
             self.rebuilt = tuple(replies[0].facts.get("rebuilt", ()))
+            self.install_note = _note([str(reply.facts["way"]) for reply in replies])
             return
         if len(bad) == len(replies) and not any(reply.touched for reply in bad):
             _raise_first(replies)
@@ -226,6 +229,13 @@ class VllmEngine:
             )  # fmt: skip
             raise self._out_of_step
         return sorted(replies, key=lambda reply: reply.rank)
+
+
+def _note(ways: Sequence[str]) -> str:
+    """What the ranks say, once if they say the same."""
+    if len(set(ways)) == 1:
+        return f"installed {ways[0]}"
+    return "; ".join(f"rank {rank} installed {way}" for rank, way in enumerate(ways))
 
 
 def _raise_first(replies: Sequence[Reply]) -> None:

@@ -1,16 +1,18 @@
 """The part of refitd that lives inside every vLLM worker: `worker_extension_cls="refit_vllm.worker.RefitWorker"`.
 
 vLLM mixes the class into its Worker; `refit_vllm.engine` calls the methods by collective_rpc. A version is pulled by a
-thread of the worker into host memory (the whole checkpoint in each worker: vLLM's loaders cut it for their rank), so
-that the RPC loop, and with it the scheduler, is never held up; the model is touched by `refitd_commit` alone. No method
-raises (see `refit_vllm.wire.answered`). It knows nothing of the daemon's state machine: what to pull it is told.
+thread of the worker into host memory (whole tensors for the first one, which vLLM's loader cuts; this rank's boxes for
+those that a proven plan installs), so that the RPC loop, and with it the scheduler, is never held up; the model is
+touched by `refitd_commit` alone. No method raises (see `refit_vllm.wire.answered`). It knows nothing of the daemon's
+state machine: what to pull it is told.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,7 @@ from refitd.engine.base import Manifest, StageReport
 from refitd.engine.module import Fetch, manifest_tensors, tensor_views
 
 if TYPE_CHECKING:
-    from refit_vllm.reload import Coverage
+    from refit_vllm.installer import Installer, Prepared
 
 
 @dataclass
@@ -34,10 +36,9 @@ class _Staging:
 
     nonce: str
     version: int
-    schema: str
+    prepared: Prepared
     thread: threading.Thread | None = None
     report: StageReport | None = None
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     error: WireMap | None = None
     done: bool = False
 
@@ -47,7 +48,7 @@ class _State:
     """Everything the extension keeps between calls; one attribute of the worker."""
 
     layouts: dict[str, Layout] = field(default_factory=dict)
-    coverage: dict[str, Coverage] = field(default_factory=dict)
+    installer: Installer | None = None
     storage: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     staging: _Staging | None = None
     fetch: Fetch | None = None
@@ -84,11 +85,9 @@ class RefitWorker:
     @answered
     def refitd_inspect(self, nonce: str, version: bytes, static: Sequence[str]) -> WireMap:
         """Whether the version's tensors would fill this rank's model. Writes nothing."""
-        from refit_vllm.reload import dry_run
-
         manifest = self._refitd_manifest(version)
-        coverage = dry_run(self._refitd_model(), self.vllm_config, manifest_tensors(manifest), list(static))
-        self._refitd().coverage[manifest.version.schema_hash] = coverage
+        schema = manifest.version.schema_hash
+        coverage = self._refitd_installer().inspect(schema, manifest_tensors(manifest), list(static))
         return {
             "unfilled": list(coverage.unfilled),
             "unread": list(coverage.unread),
@@ -110,9 +109,8 @@ class RefitWorker:
                 f"version {state.staging.version} is still being pulled", advice="wait for its deadline", phase="stage"
             )
         manifest = self._refitd_manifest(version)
-        if manifest.version.schema_hash not in state.coverage:
-            raise IllegalTransition("this tensor set was not inspected", phase="stage")
-        staging = _Staging(nonce, manifest.version.version, manifest.version.schema_hash)
+        prepared = self._refitd_installer().prepare(manifest.version.schema_hash, manifest_tensors(manifest))
+        staging = _Staging(nonce, manifest.version.version, prepared)
         staging.thread = threading.Thread(
             target=self._refitd_pull,
             args=(staging, manifest, [(a, b) for a, b in aliases], timedelta(seconds=seconds)),
@@ -141,19 +139,15 @@ class RefitWorker:
     @answered
     def refitd_commit(self, nonce: str, version: int) -> WireMap:
         """Installs the staged version into the live model, derived state included. Atomic to the scheduler."""
-        from refit_vllm.reload import install
-
         state = self._refitd()
         staging = state.staging
         if staging is None or not staging.done or staging.error is not None or staging.version != version:
             raise IllegalTransition(f"version {version} is not staged here", advice="stage it again", phase="commit")
         state.version = 0
-        rebuilt = install(
-            self._refitd_model(), self.vllm_config, self._refitd_tensors(staging), state.coverage[staging.schema]
-        )
+        rebuilt = self._refitd_install(staging)
         state.version = version
         state.staging = None  # loaders may write into what they are given, so a version is committed once
-        return {"rebuilt": rebuilt}
+        return {"rebuilt": rebuilt, "way": self._refitd_installer().way}
 
     @answered
     def refitd_reset_caches(self, nonce: str) -> WireMap:
@@ -197,8 +191,16 @@ class RefitWorker:
             raise Invalid(f"layout {unknown[0][:12]} was not sent to this worker", phase="stage")
         return Manifest(record, {share.layout_hash: layouts[share.layout_hash] for share in record.shares})
 
-    def _refitd_tensors(self, staging: _Staging) -> dict[str, torch.Tensor]:
-        return staging.tensors
+    def _refitd_installer(self) -> Installer:
+        from refit_vllm.installer import Installer
+
+        state = self._refitd()
+        if state.installer is None:
+            state.installer = Installer(self._refitd_model(), self.vllm_config)
+        return state.installer
+
+    def _refitd_install(self, staging: _Staging) -> list[str]:
+        return self._refitd_installer().install(staging.prepared, self._refitd().storage)
 
     def _refitd_new_fetch(self) -> Fetch:
         """What pulls: all transports that this process can use."""
@@ -212,28 +214,51 @@ class RefitWorker:
         """Body of the staging thread."""
         state = self._refitd()
         try:
-            layout = whole_tensors(manifest_tensors(manifest))
-            num_bytes = layout.buffer_bytes[0]
             on_gpu = torch.cuda.is_available()
             if on_gpu:
                 # A thread starts on device 0, and would open a context there on behalf of every rank.
                 torch.cuda.set_device(self.device)
-            if state.storage.numel() < num_bytes:
-                # Pinned for GPUs: the loaders' copies to the device then run at full speed.
-                state.storage = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
             if state.fetch is None:
                 state.fetch = self._refitd_new_fetch()
-            buffer = Buffer(state.storage.data_ptr(), num_bytes, "cpu", state.storage)
-            staging.report = state.fetch(manifest, layout, [buffer], timeout)
-            tensors = tensor_views(layout, state.storage)
-            for one, other in aliases:
-                if not torch.equal(tensors[one], tensors[other]):
-                    raise Invalid(
-                        f"this engine ties {one!r} to {other!r}, but their bytes differ",
-                        advice="build the engine with tie_word_embeddings=False",
-                        tensor=one,
-                    )
-            staging.tensors = tensors
+            layout = staging.prepared.layout
+            num_bytes = layout.buffer_bytes[0]
+            if not num_bytes <= state.storage.numel() <= 2 * num_bytes:
+                # Less is enough once a plan is proven. Pinned for GPUs: copies to the device then run at full speed.
+                state.storage = torch.empty(0, dtype=torch.uint8)
+                state.storage = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+            end = time.monotonic() + timeout.total_seconds()
+            staging.report = state.fetch(manifest, layout, [_buffer(state.storage)], timeout)
+            # No rank needs both of a pair, so the plan does not bring them: one rank pulls them to compare.
+            if aliases and staging.prepared.traced is None:
+                _check_aliases(aliases, tensor_views(layout, state.storage))
+            elif aliases and self.rank == 0:
+                left = timedelta(seconds=max(end - time.monotonic(), 0.001))
+                _check_aliases(aliases, _pulled_pairs(aliases, manifest, staging.prepared, state.fetch, left))
         except Exception as error:
             staging.error = error_map(error, int(self.rank))
         staging.done = True
+
+
+def _pulled_pairs(
+    aliases: Sequence[tuple[str, str]], manifest: Manifest, prepared: Prepared, fetch: Fetch, timeout: timedelta
+) -> dict[str, torch.Tensor]:
+    names = {name for pair in aliases for name in pair}
+    layout = whole_tensors(tuple(tensor for tensor in prepared.tensors if tensor.name in names))
+    memory = torch.empty(layout.buffer_bytes[0], dtype=torch.uint8)
+    fetch(manifest, layout, [_buffer(memory)], timeout)
+    return tensor_views(layout, memory)
+
+
+def _check_aliases(aliases: Sequence[tuple[str, str]], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises `Invalid` if two tensors that are one in the engine have different bytes."""
+    for one, other in aliases:
+        if not torch.equal(tensors[one], tensors[other]):
+            raise Invalid(
+                f"this engine ties {one!r} to {other!r}, but their bytes differ",
+                advice="build the engine with tie_word_embeddings=False",
+                tensor=one,
+            )
+
+
+def _buffer(memory: torch.Tensor) -> Buffer:
+    return Buffer(memory.data_ptr(), memory.numel(), "cpu", memory)
