@@ -1,8 +1,8 @@
 """How fast a version gets to another host's process, as ratios to raw sockets and to a raw broadcast in the same run.
 
 `python tests/bench/bench_transport.py [--mib 512] [--rounds 7] [--streams 4] [--json]`. Two processes on loopback: this
-one publishes and is the raw sender, its child reads. Every round runs all measurements once, so that a busy machine slows
-them alike; ratios are those of medians over the rounds. Not a test: nothing here fails for being slow.
+one publishes and is the raw sender, its child reads. Every round runs all measurements once, so that a busy machine
+slows them alike; ratios are those of medians over the rounds. Not a test: nothing here fails for being slow.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import uuid
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ def layout_of(num_bytes: int, count: int) -> Layout:
 
 
 class Raw:
-    """The same bytes without refitd: sockets with one part each, or a broadcast of each tensor, from memory to memory."""
+    """The same bytes without refitd: sockets with one part each, or a broadcast of each tensor, memory to memory."""
 
     def __init__(self, memory: np.ndarray, layout: Layout, streams: list[socket.socket], store: TCPStore, rank: int):
         self._memory = memory
@@ -71,7 +72,7 @@ class Raw:
             while part:
                 part = part[stream.recv_into(part, len(part), socket.MSG_WAITALL) :]
 
-        parts = [memoryview(self._memory)[low:high] for low, high in zip(edges[:-1], edges[1:], strict=True)]
+        parts = [memoryview(self._memory)[low:high] for low, high in pairwise(edges)]
         threads = [threading.Thread(target=move, args=pair) for pair in zip(self._streams, parts, strict=True)]
         for thread in threads:
             thread.start()
@@ -219,7 +220,8 @@ def main() -> None:
         print(json.dumps(report, indent=2))
         return
     print(
-        f"{options.mib} MiB, {options.streams} streams, {os.cpu_count()} processors, {Path('/proc/loadavg').read_text()}"
+        f"{options.mib} MiB, {options.streams} streams, {os.cpu_count()} processors, "
+        f"{Path('/proc/loadavg').read_text()}"
     )
     for title, rows in report.items():
         print(title)
