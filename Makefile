@@ -6,7 +6,7 @@
 #   make check   what a change must pass beside the tests
 #   make bench   speed against one memcpy of the same bytes
 #   make bench-checkpoints  what a trainer waits for beside a slow checkpoint save
-#   make bench-NAME  NAME: many, own, plan, trace, transport, vllm (tests/bench/bench_NAME.py)
+#   make bench-NAME  NAME: install, many, own, plan, trace, transport (tests/bench/bench_NAME.py)
 #   make architectures  proves the loaders of all models and writes docs/architectures.md
 #   make dev     the tests' environment and a daemon in the foreground
 
