@@ -24,6 +24,7 @@ class GatherOff(MegatronSource):
     """The mechanism off: what an export without the forced gather would read."""
 
     def check(self) -> tuple[GatherNeed, str]:
+        super().check()  # which also notes the step
         return GatherNeed.NOT_NEEDED, "switched off by the test"
 
     def evidence(self) -> Evidence:
