@@ -168,7 +168,7 @@ class Recorder:
             if record.path and isinstance(error, StaleFence):  # the bytes may be torn, so nothing may vouch for them
                 with contextlib.suppress(OSError):
                     remove_record(record.path)
-        except Exception:
+        except Exception:  # a defect of ours; without this thread no later record would be sent either
             log.exception("the record of checkpoint %s could not be sent", record.path)
             return False
         return True

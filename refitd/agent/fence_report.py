@@ -121,7 +121,7 @@ class FenceReporter:
                 return
             except RefitError as error:  # the daemon is away: training must not notice
                 log.debug("the fences of this process were not reported: %s", error)
-            except Exception:
+            except Exception:  # a defect of ours: said in the log, and training goes on
                 log.exception("the fences of this process could not be reported")
                 self._give_up_report()
 

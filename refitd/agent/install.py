@@ -294,7 +294,7 @@ class InstallAgent:
                 # An engine that refuses before its first byte says so by any other error of its own.
                 touched = isinstance(error, Tainted) or self._steps.overdue
                 raise
-            except Exception:
+            except Exception:  # of an unknown kind says nothing of when it came
                 touched = True
                 raise
             touched = True

@@ -22,7 +22,6 @@ from refitd.agent.clearance import FENCE_SHARE, Clearance
 from refitd.agent.confirm import GatherPhase
 from refitd.agent.connection import Connection
 from refitd.agent.countdown import Countdown
-from refitd.agent.domains import Storage, domain_name
 from refitd.agent.endpoint import Confirmer
 from refitd.agent.gather import Poison, run_gather
 from refitd.agent.layouts import Layouts, rank_shares
@@ -227,11 +226,6 @@ class Publisher:
             a.failure = failure
             return problem_of(failure, self._rank, self._trainer.world_size)
         return None
-
-    @property
-    def fence_domain(self) -> str:
-        """The name of this rank's parameter storage in the process's fence table."""
-        return domain_name(self._model, self._rank, Storage.PARAMETERS)
 
     def _vote(self, a: _Attempt, refusal: Problem | None) -> pb.PrepareResponse:
         """Blocks until the daemon decided for all ranks."""

@@ -20,7 +20,7 @@ from refitd.agent.subscribe import Feed
 from refitd.domain.agent import EngineInfo, TrainerInfo
 from refitd.domain.errors import Deadline, Invalid, RefitError, StaleRun, Unsupported
 from refitd.domain.events import Event, Progress
-from refitd.rpc.convert import duration_to_proto, run_to_proto
+from refitd.rpc.convert import duration_to_proto, engine_to_proto, trainer_to_proto
 from refitd.v1 import agents_pb2 as pb
 from refitd.v1 import types_pb2
 
@@ -141,13 +141,12 @@ class Session:
             ttl=duration_to_proto(self._ttl),
         )
         match self._kind:
-            case TrainerInfo(run, rank, world_size, endpoint):
+            case TrainerInfo():
                 request.role = types_pb2.ROLE_TRAINER
-                info = pb.TrainerInfo(run=run_to_proto(run), rank=rank, world_size=world_size, endpoint=endpoint)
-                request.trainer.CopyFrom(info)
-            case EngineInfo(replica, kind, num_ranks):
+                request.trainer.CopyFrom(trainer_to_proto(self._kind))
+            case EngineInfo():
                 request.role = types_pb2.ROLE_ENGINE
-                request.engine.CopyFrom(pb.EngineInfo(replica=replica, kind=kind, num_ranks=num_ranks))
+                request.engine.CopyFrom(engine_to_proto(self._kind))
         reply = self._connection.call(self._connection.agents.Register, request, "Register", countdown)
         with self._lock:
             if self._closed:

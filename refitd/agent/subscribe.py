@@ -23,7 +23,7 @@ from refitd.agent.countdown import Countdown
 from refitd.domain import events
 from refitd.domain.errors import LeaseExpired, ModelNotFound, RefitError, RevisionCompacted
 from refitd.domain.events import Event, Progress
-from refitd.rpc.convert import duration_to_proto, evidence_from_proto, run_from_proto, token_from_proto
+from refitd.rpc.convert import duration_to_proto, event_from_proto, evidence_from_proto, run_from_proto
 from refitd.rpc.status import from_rpc_error
 from refitd.v1 import admin_pb2, versions_pb2
 
@@ -127,7 +127,7 @@ class Feed:
             self._stream = stream
         try:
             for response in stream:
-                event = _event(response)
+                event = event_from_proto(response)
                 if event.revision >= self._next or isinstance(event.change, Progress):
                     self._next = max(self._next, event.revision + 1)
                     yield event
@@ -163,28 +163,6 @@ def newest_sealed(connection: Connection, model: str, countdown: Countdown) -> t
             )  # fmt: skip
             return reply.header.revision, sealed
     return reply.header.revision, None
-
-
-def _event(response: versions_pb2.WatchResponse) -> Event:
-    change: events.Change
-    match response.WhichOneof("event"):
-        case "sealed":
-            value = response.sealed
-            change = events.VersionSealed(
-                value.version, value.step, value.digest, evidence_from_proto(value.evidence), value.num_bytes,
-                run_from_proto(value.run),
-            )  # fmt: skip
-        case "retired":
-            change = events.VersionRetired(response.retired.version)
-        case "rollout_changed":
-            rollout = response.rollout_changed
-            change = events.RolloutChanged(rollout.pinned_version, tuple(rollout.replicas))
-        case "fence_broken":
-            broken = response.fence_broken
-            change = events.FenceBroken(token_from_proto(broken.token), broken.reason, broken.by)
-        case _:  # progress, or an event of a newer daemon that this client need not know
-            change = Progress()
-    return Event(response.revision, response.model, change)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,7 @@
 
 Carries dataclasses, str, int, float, bool, None, enums, timedelta (whole microseconds), tuple[T, ...], Mapping[str,
 T], and unions of one type with None or of several dataclasses (tagged with their names). A missing field takes its
-default, an
-unknown one is refused: it was written by a newer refitd, and dropping it could lose a promise.
+default, an unknown one is refused: it was written by a newer refitd, and dropping it could lose a promise.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ class ControlPlane:
         server_version: Shown in status.
         observer: Hears of decisions, for metrics.
         on_fatal: Called once, on the event loop, if a commit failed: the daemon must exit and answer nobody. Calls
-        that wait
-            raise `Unavailable` in case it does not.
+            that wait raise `Unavailable` in case it does not.
         new_id: Unique text for agents and leases.
     """
 

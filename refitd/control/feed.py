@@ -1,9 +1,8 @@
 """The event feed: from any kept revision on, without a gap, to any number of watchers.
 
 There is one ring of recent events, each encoded once. A watcher is a cursor into it, not a queue, so a slow one costs
-no
-memory: it reads on from the store when the ring has moved past it, and is told to resume (REVISION_COMPACTED) when the
-store has too. Called by control.
+no memory: it reads on from the store when the ring has moved past it, and is told to resume (REVISION_COMPACTED) when
+the store has too. Called by control.
 """
 
 from __future__ import annotations

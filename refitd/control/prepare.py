@@ -3,8 +3,7 @@
 The first vote opens an attempt with its voter's deadline. It is decided when all ranks have voted, at once when a rank
 refuses or votes differ, or at the deadline. Ranks that come to a refused attempt before its deadline join it. Nothing
 is answered before the decision is stored; in-band confirmation among the ranks (refitd.agent.confirm) covers what no
-daemon
-can: an answer that never arrives. Called by control.
+daemon can: an answer that never arrives. Called by control.
 """
 
 from __future__ import annotations

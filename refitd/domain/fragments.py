@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
 from typing import overload
@@ -140,21 +140,16 @@ class Fragments(Sequence[Fragment]):
     def __hash__(self) -> int:
         return hash(self._views)
 
+    @property
+    def _columns(self) -> list[Ints]:
+        return [getattr(self, field.name) for field in fields(self)]
+
     @cached_property
     def _views(self) -> tuple[Fragment, ...]:
-        columns = (
-            self.tensor,
-            self.buffer,
-            self.byte_offset,
-            self.num_dims,
-            self.offset,
-            self.extent,
-            self.byte_strides,
-        )
         dims = self.offset.shape[1]
         return tuple(
             Fragment(tensor, Box(tuple(o[dims - own :]), tuple(e[dims - own :])), buffer, start, tuple(s[dims - own :]))
-            for tensor, buffer, start, own, o, e, s in zip(*(column.tolist() for column in columns), strict=True)
+            for tensor, buffer, start, own, o, e, s in zip(*(column.tolist() for column in self._columns), strict=True)
         )
 
     @cached_property
@@ -171,16 +166,7 @@ class Fragments(Sequence[Fragment]):
 
     def take(self, chosen: Ints | Mask) -> Fragments:
         """The chosen fragments, in that order."""
-        columns = (
-            self.tensor,
-            self.buffer,
-            self.byte_offset,
-            self.num_dims,
-            self.offset,
-            self.extent,
-            self.byte_strides,
-        )
-        return Fragments(*(column[chosen] for column in columns))
+        return Fragments(*(column[chosen] for column in self._columns))
 
     def moved(self, buffer: Ints, byte_offset: Ints, byte_strides: Ints) -> Fragments:
         """The same boxes elsewhere in memory."""
@@ -201,11 +187,7 @@ class Fragments(Sequence[Fragment]):
 
     def order(self) -> Ints:
         """Numbers of the fragments by tensor, then by box offset; equal ones stay as they are."""
-        keys = [self.tensor, *self.offset.T]
-        moving = [key for key in keys if len(key) and bool(np.any(key != key[0]))]
-        if not moving:
-            return np.arange(len(self))
-        return np.asarray(np.lexsort(tuple(reversed(moving))), np.int64)
+        return sorted_rows(np.column_stack([self.tensor, self.offset]))
 
     def reach(self, item_bytes: Ints) -> tuple[Ints, Ints]:
         """First byte, and the one after the last, that each fragment takes of its buffer."""
@@ -221,6 +203,12 @@ class Fragments(Sequence[Fragment]):
             strides[:, dim] = np.where(dim >= own, step, 0)
             step = step * np.maximum(self.extent[:, dim], 1)
         return strides
+
+
+def sorted_rows(table: Ints) -> Ints:
+    """The stable order of the rows of a matrix [N, D], the first column before the second."""
+    moving = [column for column in table.T if len(column) and bool((column != column[0]).any())]
+    return np.asarray(np.lexsort(tuple(reversed(moving))), np.int64) if moving else np.arange(len(table))
 
 
 def within(count: Ints) -> Ints:

@@ -18,43 +18,31 @@ import numpy as np
 from refitd.domain.choice import choose
 from refitd.domain.cover import cover
 from refitd.domain.errors import Incomplete, Invalid
-from refitd.domain.fragments import Box, Ints, Mask
+from refitd.domain.fragments import Box, Ints, Mask, sorted_rows
 from refitd.domain.layout import Layout, Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class RankPlacement:
-    """Per fragment of one rank's layout: its class, whether this rank keeps it, and its number among all boxes."""
+    """Per fragment of one rank's layout: its class, and whether this rank keeps it."""
 
     classes: Ints
     kept: Mask
-    boxes: Ints
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Classes (ascending ranks of each) and the placement of each rank; per distinct box its class and its bytes."""
+    """Classes (ascending ranks of each) and the placement of each rank."""
 
     id: str
     classes: tuple[tuple[int, ...], ...]
     ranks: tuple[RankPlacement, ...]
     tensors: tuple[Tensor, ...]
     schema_hash: str
-    box_class: Ints
-    box_bytes: Ints
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors)
-
-    def served(self, distances: Sequence[int] | None = None, load: Ints | None = None, turn: int = 0) -> list[Mask]:
-        """Per rank, which fragments a reader takes from it when every holder could serve them: each box once.
-
-        For live buffers and own slices, where nothing is kept in one place only; arguments as `choose`.
-        """
-        ranks = len(self.ranks)
-        server = choose(self.box_bytes, self.box_class, self.classes, ranks, distances=distances, load=load, turn=turn)
-        return [server[rank.boxes] == number for number, rank in enumerate(self.ranks)]
 
 
 def placement_id(layout_hashes: Sequence[str]) -> str:
@@ -99,12 +87,9 @@ def place(layout_hashes: Sequence[str], layouts: Mapping[str, Layout]) -> Placem
     rank_placements = []
     for rank, layout_hash in enumerate(layout_hashes):
         boxes, classes = placed[layout_hash]
-        rank_placements.append(RankPlacement(classes, keeper[boxes] == rank, boxes))
+        rank_placements.append(RankPlacement(classes, keeper[boxes] == rank))
     ordered = tuple(sorted((tensor for tensor, _ in tensors), key=lambda tensor: tensor.name))
-    return Placement(
-        placement_id(layout_hashes), tuple(members), tuple(rank_placements), ordered, schema_hash(ordered), box_class,
-        merged.num_bytes,
-    )  # fmt: skip
+    return Placement(placement_id(layout_hashes), tuple(members), tuple(rank_placements), ordered, schema_hash(ordered))
 
 
 _Distinct = Sequence[tuple[Layout, list[int]]]
@@ -131,7 +116,7 @@ class _Merged:
         tensor, offset, extent = (np.concatenate(column) for column in zip(*parts, strict=True))
         num_bytes = np.concatenate([layout.sizes for layout, _ in distinct])
         table = np.column_stack([tensor, offset, extent])
-        order = _sorted_rows(table)
+        order = sorted_rows(table)
         first = np.ones(len(order), np.bool_)
         first[1:] = (table[order[1:]] != table[order[:-1]]).any(axis=1)
         box = np.empty(len(order), np.int64)
@@ -139,12 +124,6 @@ class _Merged:
         kept = order[first]
         edges = np.cumsum([len(row) for row in rows])[:-1]
         return _Merged(tensor[kept], offset[kept], extent[kept], num_bytes[kept], np.split(box, edges))
-
-
-def _sorted_rows(table: Ints) -> Ints:
-    """The stable order of the rows of a matrix."""
-    moving = [column for column in table.T if len(column) and bool((column != column[0]).any())]
-    return np.lexsort(tuple(reversed(moving))) if moving else np.arange(len(table))
 
 
 def _tensors(distinct: _Distinct) -> tuple[list[tuple[Tensor, int]], list[Ints]]:

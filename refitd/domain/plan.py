@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import TypeVar
 
 import numpy as np
@@ -36,15 +35,13 @@ class Plan:
     """Runs, and what their numbers mean.
 
     `rows.source` indexes `source_buffers`, whose entries are (source layout, buffer of that layout). `rows.destination`
-    is a buffer of the destination layout. Fragments are numbered over all sources, one source after the other:
-    fragment f of source s is `first_fragment[s] + f`; the last entry is their number. `fragment_bytes` is the payload
-    of each. `owner` is the fragment that each row reads, also where `rows.fragment` is -1: bytes that are read twice
-    are digested by one run only.
+    is a buffer of the destination layout. Fragments are numbered over all sources, one source after the other;
+    `fragment_bytes` is the payload of each. `owner` is the fragment that each row reads, also where `rows.fragment` is
+    -1: bytes that are read twice are digested by one run only.
     """
 
     rows: StridedRuns
     source_buffers: tuple[tuple[int, int], ...]
-    first_fragment: tuple[int, ...]
     fragment_bytes: Ints
     owner: Ints
     # The boxes behind the rows, and which of them are digested: what `rest_plan` needs.
@@ -223,7 +220,6 @@ def _as_plan(sources: Sequence[Layout], held: Boxes, wanted: Boxes, pairs: Pairs
     return Plan(
         rows,
         tuple((number, b) for number, source in enumerate(sources) for b in range(len(source.buffer_bytes))),
-        tuple(accumulate((len(source.rows) for source in sources), initial=0)),
         _concatenated([source.sizes for source in sources], np.int64),
         owner[kept],
         held,

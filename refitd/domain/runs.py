@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from refitd.domain.fragments import Ints, Mask, within
 
 
 @dataclass(frozen=True)
-class Runs:
+class _Columns:
     """Contiguous byte copies, as parallel int64 arrays of one length.
 
     `source`/`destination` number a buffer; offsets are bytes into it. `tensor_offset` is the byte offset of the run in
@@ -41,53 +41,9 @@ class Runs:
         return len(self.num_bytes)
 
     @property
-    def total_bytes(self) -> int:
-        return int(self.num_bytes.sum())
-
-    @property
-    def num_fragments(self) -> int:
-        """Length of the digest array."""
-        return len(self.salt)
-
-    def take(self, chosen: Mask | Ints) -> Runs:
-        """The chosen runs (mask or indices); fragments keep their numbers."""
-        return _taken(self, chosen)
-
-    def strided(self) -> StridedRuns:
-        """The same runs, each a row of one."""
-        one, none = np.ones_like(self.num_bytes), np.zeros_like(self.num_bytes)
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return StridedRuns(**columns, count=one, source_step=none, destination_step=none, tensor_step=none)
-
-
-@dataclass(frozen=True)
-class StridedRuns:
-    """Rows of equal runs: `count` runs of `num_bytes`, each `*_step` bytes after the one before. Else as `Runs`.
-
-    A box that is cut across the rows of its tensor is one of these, however many rows it has.
-    """
-
-    source: Ints
-    source_offset: Ints
-    destination: Ints
-    destination_offset: Ints
-    num_bytes: Ints
-    tensor_offset: Ints
-    fragment: Ints
-    salt: NDArray[np.uint32]
-    atom_bytes: Ints
-    count: Ints
-    source_step: Ints
-    destination_step: Ints
-    tensor_step: Ints
-
-    def __len__(self) -> int:
-        return len(self.num_bytes)
-
-    @property
     def row_bytes(self) -> Ints:
         """Bytes of each row, all its runs together."""
-        return self.num_bytes * self.count
+        return self.num_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -98,9 +54,39 @@ class StridedRuns:
         """Length of the digest array."""
         return len(self.salt)
 
-    def take(self, chosen: Mask | Ints) -> StridedRuns:
+    def take(self, chosen: Mask | Ints) -> Self:
         """The chosen rows (mask or indices); fragments keep their numbers."""
-        return _taken(self, chosen)
+        per_row = [field.name for field in fields(self) if field.name not in ("salt", "atom_bytes")]
+        return replace(self, **{name: getattr(self, name)[chosen] for name in per_row})
+
+
+@dataclass(frozen=True)
+class Runs(_Columns):
+    """Runs one by one: each row is one of them."""
+
+    def strided(self) -> StridedRuns:
+        """The same runs, each a row of one."""
+        one, none = np.ones_like(self.num_bytes), np.zeros_like(self.num_bytes)
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return StridedRuns(**columns, count=one, source_step=none, destination_step=none, tensor_step=none)
+
+
+@dataclass(frozen=True)
+class StridedRuns(_Columns):
+    """Rows of equal runs: `count` runs of `num_bytes`, each `*_step` bytes after the one before.
+
+    A box that is cut across the rows of its tensor is one of these, however many rows it has.
+    """
+
+    count: Ints
+    source_step: Ints
+    destination_step: Ints
+    tensor_step: Ints
+
+    @property
+    def row_bytes(self) -> Ints:
+        """Bytes of each row, all its runs together."""
+        return self.num_bytes * self.count
 
     def cut(self, row: Ints, first: Ints, count: Ints) -> StridedRuns:
         """Parts of rows: `count` runs of row `row` from its run `first` on."""
@@ -149,14 +135,11 @@ class StridedRuns:
         return joined(merged.expanded(), same_fragment=False)
 
 
-_Any = TypeVar("_Any", Runs, StridedRuns)
-
-
-def by_source(runs: _Any) -> _Any:
+def by_source(runs: Runs) -> Runs:
     """In the order in which a reader meets them in the source's memory."""
     source, start = runs.source, runs.source_offset
     later = (source[1:] > source[:-1]) | ((source[1:] == source[:-1]) & (start[1:] >= start[:-1]))
-    return runs if bool(later.all()) else _taken(runs, np.lexsort((start, source)))
+    return runs if bool(later.all()) else runs.take(np.lexsort((start, source)))
 
 
 def joined(runs: Runs, same_fragment: bool) -> Runs:
@@ -221,8 +204,3 @@ def joined_rows(rows: StridedRuns) -> tuple[StridedRuns, Ints]:
                 **none,
             )
     return rows, kept
-
-
-def _taken(runs: _Any, chosen: Mask | Ints) -> _Any:
-    per_run = [field.name for field in fields(runs) if field.name not in ("salt", "atom_bytes")]
-    return replace(runs, **{name: getattr(runs, name)[chosen] for name in per_run})

@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from refitd.domain.errors import Unsupported
-from refitd.names.dims import ModelDims as ModelDims
-from refitd.names.rules import Cut as Cut
-from refitd.names.rules import Layers
-from refitd.names.rules import Rule as Rule
-from refitd.names.rules import Target as Target
+from refitd.names.rules import Cut, Layers, Rule, Target
 
 _M = "decoder.layers.{layer}."
 _H = "model.layers.{layer}."

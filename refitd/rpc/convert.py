@@ -386,7 +386,7 @@ def encode_event(event: Event, term: int) -> bytes:
 
 
 def event_from_proto(value: versions.WatchResponse) -> Event:
-    """Raises `Invalid` for a kind of event that this release does not know: skipping it could skip a version."""
+    """An event of a newer daemon that this release does not know only advances the revision, as `Progress`."""
     change: Change
     match value.WhichOneof("event"):
         case "sealed":
@@ -406,14 +406,8 @@ def event_from_proto(value: versions.WatchResponse) -> Event:
         case "fence_broken":
             broken = value.fence_broken
             change = FenceBroken(token_from_proto(broken.token), broken.reason, broken.by)
-        case "progress":
-            change = Progress()
         case _:
-            raise Invalid(
-                f"event at revision {value.revision} is of an unknown kind",
-                advice="client and daemon must be of one release",
-                field="event",
-            )
+            change = Progress()
     return Event(value.revision, value.model, change)
 
 

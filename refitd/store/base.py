@@ -33,8 +33,7 @@ class StoredEvent:
 @dataclass(frozen=True, slots=True)
 class Commit:
     """An accepted commit. `durable` yields the revision once it is on disk, or raises `Unavailable` if it never will
-    be;
-    after such a failure the store takes nothing more and the process must exit: what is in memory is not what is
+    be; after such a failure the store takes nothing more and the process must exit: what is in memory is not what is
     stored."""
 
     revision: int

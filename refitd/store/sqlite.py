@@ -1,8 +1,7 @@
 """The daemon's state in one SQLite file: WAL, synchronous=FULL, one writer thread, group commit.
 
 Commits that arrive while a transaction runs share the next one, so concurrent commands cost one fsync together. A
-failed
-commit is final: nothing more is taken. A lock file beside the database keeps a second daemon out.
+failed commit is final: nothing more is taken. A lock file beside the database keeps a second daemon out.
 """
 
 from __future__ import annotations

@@ -6,9 +6,7 @@ Every test publishes through a real daemon and pulls the bytes back.
 from __future__ import annotations
 
 import threading
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from integration.case_world import SOON, World, differing, published, same_bytes
-from integration.daemon_process import DaemonProcess
 from torch import nn
 
 from refitd.agent.fences import FenceUse, process_fences
@@ -26,18 +23,6 @@ from refitd.domain.plan import plan
 from refitd.domain.version import GatherNeed
 from refitd.rpc.convert import decode_layout, encode_layout
 from refitd.source.mapping import MappingSource
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon") / "state") as process:
-        yield process
-
-
-@pytest.fixture
-def world(daemon: DaemonProcess, keeper_name: str) -> Iterator[World]:
-    with ExitStack() as stack:
-        yield World(daemon, f"policy-{uuid.uuid4().hex[:8]}", keeper_name, stack)
 
 
 class Deferred(MappingSource):

@@ -8,7 +8,6 @@ import os
 import pickle
 import socket
 import sys
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -38,18 +37,6 @@ FILES = (admin_pb2, agents_pb2, endpoint_pb2, versions_pb2)
 SERVICES: list[ServiceDescriptor] = [s for file in FILES for s in file.DESCRIPTOR.services_by_name.values()]
 ON_THE_DAEMON = [service for service in SERVICES if service.name != "EndpointService"]
 ON_THE_RANK = [service for service in SERVICES if service.name == "EndpointService"]
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon") / "state") as process:
-        yield process
-
-
-@pytest.fixture
-def world(daemon: DaemonProcess, keeper_name: str) -> Iterator[World]:
-    with ExitStack() as stack:
-        yield World(daemon, f"policy-{uuid.uuid4().hex[:8]}", keeper_name, stack)
 
 
 def call(channel: grpc.Channel, service: ServiceDescriptor, method: Any, request: Message) -> list[Message]:

@@ -12,9 +12,6 @@ import os
 import subprocess
 import sys
 import threading
-import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,18 +31,6 @@ from refitd.engine.module import ModuleEngine
 from refitd.v1 import types_pb2
 
 REPLICA_PROCESS = Path(__file__).parents[1] / "procs" / "replica_process.py"
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon") / "state") as process:
-        yield process
-
-
-@pytest.fixture
-def world(daemon: DaemonProcess, keeper_name: str) -> Iterator[World]:
-    with ExitStack() as stack:
-        yield World(daemon, f"policy-{uuid.uuid4().hex[:8]}", keeper_name, stack)
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:

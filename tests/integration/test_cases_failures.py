@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,18 +19,6 @@ from refitd.agent.checkpoint_record import read_record
 from refitd.copy.runs import Buffer, StridedRuns
 from refitd.domain.errors import Deadline, Internal, ModelNotFound, NoRoom, RefitError, StaleRun, VersionNotFound
 from refitd.source.mapping import MappingSource
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon") / "state") as process:
-        yield process
-
-
-@pytest.fixture
-def world(daemon: DaemonProcess, keeper_name: str) -> Iterator[World]:
-    with ExitStack() as stack:
-        yield World(daemon, f"policy-{uuid.uuid4().hex[:8]}", keeper_name, stack)
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:

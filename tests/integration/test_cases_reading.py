@@ -7,17 +7,14 @@ Slow readers are held half-way through a real copy, under the lease that a pull 
 from __future__ import annotations
 
 import functools
-import uuid
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from integration.case_world import SOON, World, differing, published, slow_copies, until
-from integration.daemon_process import WAIT, DaemonProcess
+from integration.daemon_process import WAIT
 from refit_client import RefitClient
 
 from refitd.agent import reader
@@ -28,18 +25,6 @@ from refitd.domain.errors import VersionUnavailable
 from refitd.v1 import agents_pb2, types_pb2
 
 PAGE = 1024  # float32 elements
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon") / "state") as process:
-        yield process
-
-
-@pytest.fixture
-def world(daemon: DaemonProcess, keeper_name: str) -> Iterator[World]:
-    with ExitStack() as stack:
-        yield World(daemon, f"policy-{uuid.uuid4().hex[:8]}", keeper_name, stack)
 
 
 def pages(version: float) -> dict[str, torch.Tensor]:

@@ -26,12 +26,6 @@ SOON = timedelta(seconds=30)
 Make = Callable[..., RefitClient]
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon") / "state") as process:
-        yield process
-
-
 @pytest.fixture
 def make(daemon: DaemonProcess, keeper_name: str) -> Iterator[Make]:
     model = f"policy-{uuid.uuid4().hex[:8]}"

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack
-
-import pytest
 import torch
 from integration.case_world import World, differing
-from integration.daemon_process import DaemonProcess
 
 from refitd.domain.errors import Incomplete, RanksDisagree, StaleFence, Unsupported
 from refitd.domain.layout import Box, Fragment, Layout, contiguous_strides
 from refitd.domain.version import GatherNeed
 from refitd.source.mapping import MappingSource
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon") / "state") as process:
-        yield process
-
-
-@pytest.fixture
-def world(daemon: DaemonProcess, keeper_name: str) -> Iterator[World]:
-    with ExitStack() as stack:
-        yield World(daemon, f"policy-{uuid.uuid4().hex[:8]}", keeper_name, stack)
 
 
 class Rows(MappingSource):

@@ -42,13 +42,6 @@ from refitd.source.mapping import MappingSource
 SOON = timedelta(seconds=30)
 
 
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """One for all tests here; each has a model of its own."""
-    with DaemonProcess(tmp_path_factory.mktemp("daemon") / "state") as process:
-        yield process
-
-
 @pytest.fixture
 def model() -> str:
     return f"policy-{uuid.uuid4().hex[:8]}"

@@ -5,15 +5,13 @@ What a structure looks like is kept between versions (layouts, hashes, plans), a
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import numpy as np
 import pytest
 import torch
 from integration.case_world import SOON, World, differing, published
-from integration.daemon_process import DaemonProcess
 from integration.reshard_pull import TRANSPORTS, buffers_of, publish, transports
 from integration.reshard_world import Trainer
 from unit.names_world import Chunk, hugging_face
@@ -28,18 +26,6 @@ __all__ = ["transports"]  # a fixture
 
 DIMS = ModelDims(layers=6, hidden=16, ffn=40, heads=4, kv_heads=2, head_dim=4, vocab=48, tied=False)
 POISON = -7.0e7
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon") / "state") as process:
-        yield process
-
-
-@pytest.fixture
-def world(daemon: DaemonProcess, keeper_name: str) -> Iterator[World]:
-    with ExitStack() as stack:
-        yield World(daemon, f"policy-{uuid.uuid4().hex[:8]}", keeper_name, stack)
 
 
 def weights(step: int) -> dict[str, torch.Tensor]:

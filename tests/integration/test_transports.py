@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -17,12 +16,6 @@ from refitd.engine.module import ModuleEngine
 from refitd.transport.select import transports_named
 
 T = timedelta(seconds=60)
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon") / "state") as process:
-        yield process
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -91,3 +92,32 @@ def test_a_tensor_that_moved_makes_a_new_plan(folder: Path) -> None:
     found = run("architecture", folder, "llama, tied", 1, "move=1")
     assert found["values"] == [*found["fresh"], *found["fresh"]]
     assert ways(found) == ["natively", "plan", "natively", "plan"]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_proof_that_breaks_costs_the_plan_and_not_the_version(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the load would be taken for one before the first byte, and the engine resume under the old label."""
+    from refit_vllm import installer
+
+    installed: list[object] = []
+
+    class Broken:
+        modules, look = (), None
+
+        def __init__(self, *args: object) -> None:
+            if when == "before":
+                self.traced()
+
+        def traced(self) -> None:
+            raise MemoryError("no room to compare")
+
+    monkeypatch.setattr(installer, "Proof", Broken)
+    monkeypatch.setattr(installer, "dry_run", lambda *args: None)
+    monkeypatch.setattr(installer.traced, "trace_loader", lambda *args: object())
+    monkeypatch.setattr(installer.reload, "install", lambda *args: installed.append(args) or ["head"])
+    worker = installer.Installer(torch.nn.Module(), None)
+    worker.inspect("schema", (), ())
+    assert worker.install(worker.prepare("schema", ()), torch.empty(0, dtype=torch.uint8)) == ["head"]
+    assert worker.way == "natively: its plan can't be proven: MemoryError: no room to compare"
+    assert len(installed) == 1
+    assert worker.prepare("schema", ()).traced is None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from refitd.names.families import MOE_FAMILIES, Cut, Rule, Target
+from refitd.names.families import MOE_FAMILIES
+from refitd.names.rules import Cut, Rule, Target
 
 _NAME = Target("model.layers.{layer}.mlp.gate.e_score_correction_bias", ("experts",))
 _RULE = Rule("decoder.layers.{layer}.mlp.router.expert_bias", Cut.WHOLE, (_NAME,), only_if="router_bias")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -36,6 +36,7 @@ if __name__ == "__main__" and len(sys.argv) > 4:
 from tests.megatron import assemble, trainer, variants  # before megatron.core
 from tests.megatron.trainer import Trainer
 from tests.megatron.variants import ADAM, ADAM_SKIPS, EXPERT_ADAM, EXPERT_ADAM_SKIPS, EXPERTS, Variant
+from tests.procs.rank_client import client_of
 
 import megatron.core  # isort: skip
 
@@ -235,15 +236,8 @@ class Rank:
     def __init__(self, server: str, keeper: str) -> None:
         self.server, self.keeper = server, keeper
 
-    @contextmanager
-    def client(self, name: str) -> Iterator[RefitClient]:
-        model = "".join(letter if letter.isalnum() else "-" for letter in name)
-        with RefitClient(
-            self.server, model=model, rank=dist.get_rank(), world_size=dist.get_world_size(), keeper=self.keeper,
-            capacity=3, linger=timedelta(0),
-        ) as client:  # fmt: skip
-            yield client
-            dist.barrier()
+    def client(self, name: str) -> AbstractContextManager[RefitClient]:
+        return client_of(self.server, self.keeper, name, capacity=3)
 
     def run(self, case: Case) -> None:
         row = ROW_OF[case.name]

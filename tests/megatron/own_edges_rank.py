@@ -27,8 +27,9 @@ from refitd.agent.snapshot import Snapshots
 from refitd.domain.errors import ModelNotFound
 from refitd.domain.version import Evidence, VersionState
 from tests.megatron import assemble, trainer  # before megatron.core
-from tests.megatron.own_rank import TIMEOUT, client, differing, no_collective
+from tests.megatron.own_rank import TIMEOUT, differing, no_collective
 from tests.megatron.trainer import ModelShape, Trainer
+from tests.procs.rank_client import client_of
 
 SMALL = ModelShape(layers=2)
 SOON = timedelta(seconds=8)
@@ -334,7 +335,7 @@ def main(server: str, keeper: str, replicas: str = "") -> None:
     trainer.start(tp=2 if replicas else 1)
     for function in REPLICAS if replicas else CASES:
         name = function.__name__
-        with client(server, keeper, name) as publishing:
+        with client_of(server, keeper, name) as publishing:
             function(publishing)
         print(f"case ok: {name}", flush=True)
     print("every case ran", flush=True)

@@ -22,6 +22,7 @@ from refitd.domain.layout import Box
 from refitd.domain.version import Evidence
 from tests.megatron import emerging
 from tests.megatron.own_cases import GROUPS, Case, cases
+from tests.procs.rank_client import client_of
 
 if __name__ == "__main__" and len(sys.argv) > 4:
     emerging.put_on_path(sys.argv[4])  # Megatron looks for it when it is imported
@@ -75,7 +76,8 @@ def run(case: Case, server: str, keeper: str) -> None:
     gathered, own, plain = (trainer.build_model(**case.options) for _ in range(3))
     models = (control, gathered, own, plain)
     with ExitStack() as stack:
-        clients = [stack.enter_context(client(server, keeper, f"{case.name} {kind}")) for kind in ("own", "gathered")]
+        names = [f"{case.name} {kind}" for kind in ("own", "gathered")]
+        clients = [stack.enter_context(client_of(server, keeper, name)) for name in names]
         for step in range(STEPS):
             for model in models:
                 trainer.train_step(model, step)
@@ -142,17 +144,6 @@ def differing(client: RefitClient, version: int, expected: dict[str, assemble.Fu
         bytes_of = [t.contiguous().reshape(-1).view(trainer.torch.uint8) for t in (tensor, want)]
         wrong += int((bytes_of[0] != bytes_of[1]).sum())
     return wrong
-
-
-@contextmanager
-def client(server: str, keeper: str, name: str) -> Iterator[RefitClient]:
-    model = "".join(letter if letter.isalnum() else "-" for letter in name)
-    with RefitClient(
-        server, model=model, rank=dist.get_rank(), world_size=dist.get_world_size(), keeper=keeper, capacity=2,
-        linger=timedelta(0),
-    ) as made:  # fmt: skip
-        yield made
-        dist.barrier()
 
 
 def main(server: str, keeper: str, group: str) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -31,6 +29,7 @@ from tests.megatron import assemble, names_models, target_cases
 from tests.megatron.names_cases import SEQUENCE, VOCAB, Case, Grid
 from tests.megatron.names_rank import BATCH, log_probs
 from tests.megatron.trainer import ModelShape
+from tests.procs.rank_client import client_of
 
 TIMEOUT = timedelta(seconds=60)
 # What no weight is; it must be gone after a pull, but for the padded rows.
@@ -208,16 +207,6 @@ def publish(client: RefitClient, part: trainer.Trainer, step: int, evidence: Evi
 def forget_moments(part: trainer.Trainer) -> None:
     for one in getattr(part.optimizer, "chained_optimizers", [part.optimizer]):
         one.optimizer.state.clear()
-
-
-@contextmanager
-def client_of(server: str, keeper: str, name: str) -> Iterator[RefitClient]:
-    with RefitClient(
-        server, model=name, rank=dist.get_rank(), world_size=dist.get_world_size(), keeper=keeper, capacity=2,
-        linger=timedelta(0),
-    ) as made:  # fmt: skip
-        yield made
-        dist.barrier()
 
 
 def main(server: str, keeper: str) -> None:

@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from refitd.names.families import ModelDims  # noqa: E402
+from refitd.names.dims import ModelDims  # noqa: E402
 
 MICRO_BATCH = 2
 _PR_SET_PDEATHSIG = 1

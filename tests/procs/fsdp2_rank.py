@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,6 +30,7 @@ from refitd.domain.errors import Invalid, ReplicasDiffer, Unsupported
 from refitd.domain.layout import Layout
 from refitd.source.mapping import MappingSource
 from refitd.source.module import ModuleSource, module_tensors
+from tests.procs.rank_client import client_of
 
 TIMEOUT = timedelta(seconds=60)
 STEPS = 2
@@ -270,17 +270,6 @@ def nothing(server: str, keeper: str) -> None:
             assert result is not None
             check(client, result.version, {"row": torch.ones(1, 5)}, "held by one rank alone")
     say("case ok: nothing")
-
-
-@contextmanager
-def client_of(server: str, keeper: str, name: str) -> Iterator[RefitClient]:
-    model = "".join(letter if letter.isalnum() else "-" for letter in name)
-    with RefitClient(
-        server, model=model, rank=dist.get_rank(), world_size=dist.get_world_size(), keeper=keeper, capacity=2,
-        linger=timedelta(0),
-    ) as made:  # fmt: skip
-        yield made
-        dist.barrier()
 
 
 def say(*words: object) -> None:

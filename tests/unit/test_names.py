@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 
 from refitd.domain.errors import Invalid, Unsupported
-from refitd.names.families import FAMILIES, Family, ModelDims, family_named
+from refitd.names.dims import ModelDims
+from refitd.names.families import FAMILIES, Family, family_named
 from refitd.names.hf import hf_config
 from refitd.names.megatron import Seat, hf_names, hf_tensors, missing_tensors, pieces
 from tests.unit.names_world import EVERY, Chunk, held_by, hugging_face, models, names_router_bias, values

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from refitd.domain.errors import Invalid, Unsupported
-from refitd.names.families import MOE_FAMILIES, ModelDims, family_named
+from refitd.names.dims import ModelDims
+from refitd.names.families import MOE_FAMILIES, family_named
 from refitd.names.megatron import Seat, hf_names, hf_tensors, missing_tensors, pieces
 from tests.megatron.biased import BIASED
 

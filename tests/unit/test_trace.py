@@ -12,6 +12,7 @@ from vllm_arch.carry import Published, bits, carry_out, carry_out_staged, conten
 from refitd.domain.errors import Untraceable
 from refitd.domain.layout import Box, Tensor
 from refitd.engine.trace.load_plan import LoadPlan
+from refitd.engine.trace.staging import staged
 from refitd.engine.trace.trace import trace
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -217,8 +218,9 @@ def test_a_version_beside_the_model_holds_each_byte_once() -> None:
         model.scale.copy_(w["a"][:, 0])
 
     plan = check(load, A, B)
-    assert [f.box for f in plan.staged.fragments] == [Box.whole((6, 8)), Box.whole((6, 8))]
-    assert plan.fetched_beside.num_bytes == 96 + 96 + 12
+    stage = staged(plan.destination)
+    assert [f.box for f in stage.fragments] == [Box.whole((6, 8)), Box.whole((6, 8))]
+    assert stage.num_bytes + plan.scratch.num_bytes == 96 + 96 + 12
 
 
 def test_the_same_bytes_twice_are_fetched_once() -> None:

@@ -15,6 +15,7 @@ from refitd.domain.plan import plan
 from refitd.engine.module import tensor_views
 from refitd.engine.trace.live import live_tensors
 from refitd.engine.trace.load_plan import LoadPlan
+from refitd.engine.trace.staging import joined, staged
 
 
 def contents(tensors: Sequence[Tensor], seed: int) -> dict[str, torch.Tensor]:
@@ -56,11 +57,12 @@ def carry_out(load: LoadPlan, version: Published, scratch_device: str = "cpu") -
 
 def carry_out_staged(load: LoadPlan, version: Published) -> None:
     """Brings a version beside the model, then installs it."""
-    staging = torch.empty(load.staged.buffer_bytes[0], dtype=torch.uint8)
+    stage = staged(load.destination)
+    staging = torch.empty(stage.buffer_bytes[0], dtype=torch.uint8)
     scratch = load.new_scratch()
     beside = [Buffer(memory.data_ptr(), memory.numel(), "cpu", memory) for memory in (staging, scratch)]
-    version.fetch(load.fetched_beside, beside)
-    runs = plan([load.staged], load.destination).runs
+    version.fetch(joined(stage, load.scratch), beside)
+    runs = plan([stage], load.destination).runs
     copy_runs(runs, beside[:1], load.buffers(scratch)[:-1])
     load.replay(scratch)
 

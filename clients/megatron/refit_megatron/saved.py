@@ -30,7 +30,8 @@ from refitd.domain.errors import Invalid, RefitError, Unsupported
 from refitd.domain.layout import Fragment, Layout, Tensor, contiguous_strides
 from refitd.domain.placement import schema_hash
 from refitd.domain.plan import digest_plan
-from refitd.names.families import Family, ModelDims
+from refitd.names.dims import ModelDims
+from refitd.names.families import Family
 from refitd.names.megatron import Seat, hf_names, hf_tensors, pieces
 from refitd.source.mapping import MappingSource
 

@@ -142,10 +142,10 @@ class VllmEngine:
         except EngineDead:
             raise
         except Exception:
+            # Whatever broke: requests that were kept over the install run again since `resume`, on unprobed weights.
             self._driver.stop(timeout)
             raise
         if not values or not all(math.isfinite(value) for value in values):
-            # Requests that were kept over the install run again since `resume`.
             self._driver.stop(timeout)
             raise Tainted(
                 "the probe's log-probabilities are not finite",

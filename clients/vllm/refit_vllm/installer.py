@@ -101,12 +101,20 @@ class Installer:
         plan, coverage = self._plan, self._coverage[prepared.schema]
         proof = None
         if plan is not None and plan.schema == prepared.schema and plan.traced is not None:
-            proof = Proof(plan.traced, self._model, tensors)
+            try:
+                proof = Proof(plan.traced, self._model, tensors)
+            except Exception as error:  # costs the plan, not the version
+                self._plan = plan = _unprovable(plan, error)
         if proof is None or plan is None:
             rebuilt = reload.install(self._model, self._config, tensors, coverage)
         else:
             rebuilt = reload.install(self._model, self._config, tensors, coverage, proof.modules, proof.look)
-            self._plan = plan = self._judged(plan, proof, prepared)
+            try:
+                self._plan = plan = self._judged(plan, proof, prepared)
+            except Exception as error:
+                # The version is in. What left here would be taken for an error before the first byte, and the engine
+                # would serve it under the old version's label.
+                self._plan = plan = _unprovable(plan, error)
         why = plan.why if plan is not None else "its loader was not traced"
         self.way = f"natively: {why}"
         return rebuilt
@@ -114,7 +122,7 @@ class Installer:
     def _trace(self, schema: str, tensors: Sequence[Tensor]) -> _Plan:
         try:
             found = traced.trace_loader(self._model, self._config, tensors)
-        except Exception as error:
+        except Exception as error:  # a loader may raise anything; whether it loads natively was seen by `inspect`
             return _Plan(schema, None, f"its loader can't be traced: {error}")
         return _Plan(schema, found, "this version proves the plan for the next one")
 
@@ -127,3 +135,7 @@ class Installer:
             return _Plan(plan.schema, None, found.why)
         why = plan.why + (f"; layers {', '.join(found.native)} stay native: {found.why}" if found.native else "")
         return _Plan(plan.schema, found, why, proven=True)
+
+
+def _unprovable(plan: _Plan, error: Exception) -> _Plan:
+    return _Plan(plan.schema, None, f"its plan can't be proven: {type(error).__name__}: {error}")

@@ -75,7 +75,7 @@ class Proof:
                 name = prefix + difference.tensor
                 reason = f"the plan gives {name!r} otherwise than vLLM's loader, in {difference.num_bytes} bytes"
                 self._reasons.setdefault(layer_of(name), reason)
-        except Exception as error:
+        except Exception as error:  # whatever it is, the plan has it and not the load
             reason = f"the plan of {prefix or 'the live tensors'} fails: {type(error).__name__}: {error}"
             for names in plan.names:
                 for name in names:

@@ -52,7 +52,6 @@ class _State:
     storage: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     staging: _Staging | None = None
     fetch: Fetch | None = None
-    version: int = 0
 
 
 class RefitWorker:
@@ -67,14 +66,9 @@ class RefitWorker:
 
     @answered
     def refitd_hello(self, nonce: str) -> WireMap:
-        """Which rank this is, and facts of the model that the driver needs."""
-        config = self.vllm_config
-        text = config.model_config.hf_text_config
-        return {
-            "version": self._refitd().version,
-            "num_ranks": config.parallel_config.world_size,
-            "tied": bool(getattr(text, "tie_word_embeddings", False)),
-        }
+        """Whether the model's head shares its embedding, by its config."""
+        text = self.vllm_config.model_config.hf_text_config
+        return {"tied": bool(getattr(text, "tie_word_embeddings", False))}
 
     @answered
     def refitd_put_layout(self, nonce: str, layout_hash: str, data: bytes) -> WireMap:
@@ -143,9 +137,7 @@ class RefitWorker:
         staging = state.staging
         if staging is None or not staging.done or staging.error is not None or staging.version != version:
             raise IllegalTransition(f"version {version} is not staged here", advice="stage it again", phase="commit")
-        state.version = 0
         rebuilt = self._refitd_install(staging)
-        state.version = version
         state.staging = None  # loaders may write into what they are given, so a version is committed once
         return {"rebuilt": rebuilt, "way": self._refitd_installer().way}
 
@@ -170,7 +162,7 @@ class RefitWorker:
         for name, tensor in sorted(self._refitd_model().state_dict().items()):
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return {"sha256": digest.hexdigest(), "version": self._refitd().version}
+        return {"sha256": digest.hexdigest()}
 
     def _refitd(self) -> _State:
         state = getattr(self, "_refitd_kept", None)

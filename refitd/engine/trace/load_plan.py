@@ -1,8 +1,7 @@
 """What a traced loader does, as data: boxes that are copied, parts of tensors that ops work on, and these ops.
 
-In place, the bytes of `fetched` are brought into `buffers`; beside the model, those of `fetched_beside`, and under the
-pause `refitd.domain.plan.plan([staged], destination)` is copied. Then `replay` runs the tape. Nothing else of the
-loader is needed.
+The bytes of `fetched` are brought into `buffers`, straight away or from where they were staged; then `replay` runs the
+tape. Nothing else of the loader is needed.
 It knows torch and layouts; `refitd.engine.trace.trace` makes plans, `refitd.engine.trace.prove` checks them.
 """
 
@@ -24,7 +23,7 @@ from refitd.engine.trace.parts import scratch_layout, scratch_parts
 from refitd.engine.trace.record import Owner, Step
 from refitd.engine.trace.replay import replay
 from refitd.engine.trace.resolve import needed
-from refitd.engine.trace.staging import joined, staged
+from refitd.engine.trace.staging import joined
 from refitd.engine.trace.strided import View
 
 
@@ -34,10 +33,8 @@ class LoadPlan:
 
     tensors: the manifest's, in the order in which the loader was given them.
     destination: boxes of them that are copied as they are; one buffer per live storage, in the order of `storages`.
-    scratch: boxes of tensors that the tape works on, in one packed buffer.
     constants: steps without any tensor (zeros of padding rows): an empty model needs them, a loaded one has them.
     tape: steps to replay at each version, after the copies. Empty for most models.
-    unread: names of the manifest that this rank never needs (experts of other ranks, a tied head).
     unwritten: parameters and persistent buffers that the loader does not fill, with the bytes it leaves.
     names: per storage the names of the live tensors in it.
     consulted, watched: storages whose contents, or whose places, the key stands for (beside the places of all weights).
@@ -46,10 +43,8 @@ class LoadPlan:
 
     tensors: tuple[Tensor, ...]
     destination: Layout
-    scratch: Layout
     constants: tuple[Step, ...]
     tape: tuple[Step, ...]
-    unread: tuple[str, ...]
     unwritten: Mapping[str, int]
     names: tuple[tuple[str, ...], ...]
     storages: tuple[torch.UntypedStorage, ...]
@@ -58,19 +53,19 @@ class LoadPlan:
     key: str
 
     @cached_property
+    def scratch(self) -> Layout:
+        """Boxes of tensors that the tape works on, in one packed buffer."""
+        return scratch_layout(self.tape, self.tensors)
+
+    @cached_property
     def fetched(self) -> Layout:
-        """What an install in place brings: `destination`, and `scratch` in one more buffer. Goes into `buffers`."""
+        """All that a version must bring: `destination`, and `scratch` in one more buffer. Goes into `buffers`."""
         return joined(self.destination, self.scratch)
 
     @cached_property
-    def staged(self) -> Layout:
-        """One packed buffer beside the model, which is a source for `destination`."""
-        return staged(self.destination)
-
-    @cached_property
-    def fetched_beside(self) -> Layout:
-        """What a staged install brings: `staged` into buffer 0, `scratch` into buffer 1."""
-        return joined(self.staged, self.scratch)
+    def unread(self) -> tuple[str, ...]:
+        """Names of the manifest that this rank never needs (experts of other ranks, a tied head)."""
+        return tuple(tensor.name for tensor in self.tensors if tensor.name not in self.fetched.index)
 
     def new_scratch(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """Memory for `scratch`: uint8, to be aligned to 64 bytes where the caller makes it. Ops of the tape run where
@@ -114,16 +109,11 @@ class LoadPlan:
             tuple(replace(f, tensor=number[f.tensor]) for f in inside),
             self.destination.buffer_bytes,
         )
-        tape = _leading_to(self.tape, keep)
-        scratch = scratch_layout(tape, self.tensors)
-        used = destination.index.keys() | scratch.index.keys()
         return replace(
             self,
             destination=destination,
-            scratch=scratch,
-            tape=tape,
+            tape=_leading_to(self.tape, keep),
             constants=_leading_to(self.constants, keep),
-            unread=tuple(tensor.name for tensor in self.tensors if tensor.name not in used),
         )
 
     def without(self, layers: Collection[str]) -> tuple[LoadPlan, tuple[str, ...]]:

@@ -1,6 +1,6 @@
-"""Layouts for a version that waits beside the model: each byte once, and the scratch of the tape.
+"""Layouts of what is brought: beside the model each byte once, and two layouts as one.
 
-`refitd.engine.trace.load_plan` offers them; nothing here touches memory.
+`refitd.engine.destination` and `refitd.engine.trace.load_plan` call it; nothing here touches memory.
 """
 
 from __future__ import annotations

@@ -64,10 +64,8 @@ def trace(
     plan = LoadPlan(
         tensors=tuple(tensors),
         destination=_layout(tensors, resolved.straight, storages),
-        scratch=Layout((), (), (0,)),
         constants=resolved.constants,
         tape=resolved.tape,
-        unread=(),
         unwritten={},
         names=tuple(tuple(group) for group in names),
         storages=tuple(storages),
@@ -75,7 +73,6 @@ def trace(
         watched=(),
         key="",
     )
-    plan = plan.restrict(range(len(storages)))
     _check_apart(plan)
     # Not those that are neither written nor looked at: attention scales, for one, are set anew by some engines.
     watched = tuple(sorted({*plan.written_views, *plan.consulted}))
