@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
-from refitd.agent.checkpoint import STAGED_AT_RETURN, CheckpointFence, Moment
+from refitd.agent.checkpoint import CheckpointFence, Moment
 from refitd.agent.checkpoints import Checkpoints
 from refitd.domain.fence import CheckpointRecord, WriterStrategy
 
@@ -97,10 +97,8 @@ class BeginningFence:
         self._checkpoints().leave(fence)
         if error is not None:
             fence.abandon(f"{type(error).__name__}: {error}")
-        elif fence.strategy is WriterStrategy.SYNC:
-            await asyncio.to_thread(fence.durable)
-        elif fence.strategy in STAGED_AT_RETURN and fence.moment is Moment.SCHEDULED:
-            await asyncio.to_thread(fence.staged)
+        else:
+            await asyncio.to_thread(fence.block_ended)
 
     async def _take(self) -> AsyncCheckpointFence:
         beginning = asyncio.get_running_loop().run_in_executor(None, self._begin)

@@ -247,7 +247,12 @@ class CheckpointFence:
         self._owner.leave(self)
         if error is not None:
             self.abandon(f"{type(error).__name__}: {error}")
-        elif self.strategy is WriterStrategy.SYNC:
+        else:
+            self.block_ended()
+
+    def block_ended(self) -> None:
+        """A `with` block ended without an error: what is known of the save then. Raises as `staged` and `durable`."""
+        if self.strategy is WriterStrategy.SYNC:
             self.durable()
         elif self.strategy in STAGED_AT_RETURN and self._moment is Moment.SCHEDULED:
             self.staged()
@@ -269,7 +274,7 @@ class CheckpointFence:
         if self._moment not in moments:
             raise IllegalTransition(
                 f"the checkpoint of step {self.step} is {self._moment}" + (f": {self.reason}" if self.reason else ""),
-                advice="take a new fence for a new save", step=self.step,
+                advice="take a new fence for a new save", rank=self._record.rank, step=self.step, path=self.path,
             )  # fmt: skip
 
     def _keep_addresses_only(self) -> None:
@@ -292,10 +297,11 @@ class CheckpointFence:
                 self._moment = Moment.STALE
                 self._let_go()
         raise StaleFence(
-            f"the checkpoint of step {self.step} ({self.path or 'no path'}) outlived its fence: {self.reason}",
+            f"the checkpoint of step {self.step} ({self.path or 'no path'}) outlived its fence on rank "
+            f"{self._record.rank}: {self.reason}",
             advice="do not mark it complete, and save again; if the writer is only slow, give checkpoint_fence a "
             "longer ttl",
-            step=self.step, path=self.path, age_seconds=f"{self.age_seconds:.1f}",
+            rank=self._record.rank, step=self.step, path=self.path, age_seconds=f"{self.age_seconds:.1f}",
         )  # fmt: skip
 
     def _let_go(self) -> None:

@@ -7,7 +7,6 @@ tensors; `refitd.agent.checkpoint` calls it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from refitd.agent.connection import Backoff, Connection
 from refitd.agent.countdown import Countdown
-from refitd.domain.errors import Invalid, Problem, RefitError, StaleFence
+from refitd.domain.errors import Internal, Invalid, Problem, RefitError, StaleFence
 from refitd.domain.fence import CheckpointRecord, FenceToken, WriterStrategy
 from refitd.domain.version import Run
 from refitd.rpc import convert, convert_fences
@@ -166,11 +165,13 @@ class Recorder:
             self.refused[record.request_id] = error.problem
             log.error("the record of checkpoint %s was refused: %s", record.path, error)
             if record.path and isinstance(error, StaleFence):  # the bytes may be torn, so nothing may vouch for them
-                with contextlib.suppress(OSError):
+                try:
                     remove_record(record.path)
-        except Exception:  # a defect of ours; without this thread no later record would be sent either
-            log.exception("the record of checkpoint %s could not be sent", record.path)
-            return False
+                except OSError:
+                    log.exception("the record beside checkpoint %s is void and could not be removed", record.path)
+        except Exception as error:  # a defect of ours: it would fail again, and no later record would be sent
+            self.refused[record.request_id] = Internal(f"{type(error).__name__}: {error}").problem
+            log.exception("the record of checkpoint %s could not be sent; its file stays", record.path)
         return True
 
 

@@ -182,8 +182,9 @@ class FenceReporter:
         )  # fmt: skip
 
     def _break(self, token: FenceToken, reason: str, by: str) -> None:
+        by = by or "an operator"
         try:
-            holder = self._table.break_fence(token, reason=reason, by=by or "an operator")
+            holder = self._table.break_fence(token, reason=reason, by=by)
         except IllegalTransition as error:
             log.warning("a fence was not broken: %s", error)
             return

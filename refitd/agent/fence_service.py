@@ -8,7 +8,6 @@ refitd.agent.endpoint binds it, refitd.agent.remote_fence is the other side.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -82,8 +81,7 @@ class FenceService:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise pending.request.held(timedelta(seconds=time.monotonic() - began))
-                expiry = pending.request.next_expiry()
-                await _wait(pending.woken, min(left, expiry if expiry < math.inf else left))
+                await _wait(pending.woken, min(left, pending.request.next_expiry()))
         finally:
             pending.calls -= 1
             if not pending.calls:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from refitd.agent.route import Route
 from refitd.copy.dispatch import copy_runs
 from refitd.copy.runs import Buffer, Runs, StridedRuns
-from refitd.domain.errors import Deadline, Internal, RefitError, Unauthenticated, Unavailable, VersionUnavailable
+from refitd.domain.errors import Internal, RefitError
 from refitd.transport.base import Share
 from refitd.transport.moves import Ints, meet
 
@@ -207,9 +207,6 @@ def about(rank: int) -> Iterator[None]:
     """Names the rank in what a share raises."""
     try:
         yield
-    except (VersionUnavailable, Unavailable, Unauthenticated, Deadline) as error:
-        raise _naming(rank, error) from error
-
-
-def _naming(rank: int, error: RefitError) -> RefitError:
-    return type(error)(f"rank {rank}: {error.message}", advice=error.advice, **{**error.subject, "rank": rank})
+    except RefitError as error:
+        subject = {**error.subject, "rank": rank}
+        raise type(error)(f"rank {rank}: {error.message}", advice=error.advice, **subject) from error

@@ -66,14 +66,15 @@ def find_endpoint(run_id: str) -> str:
 
 
 def _get(store: Any, key: str, timeout: timedelta, message: str) -> str:
+    cause: RuntimeError | None = None  # torch's DistStoreError among them: late, or the store is gone
     try:
         if timeout > timedelta(0):
             store.wait([key], timeout)
         there = store.check([key])
-    except RuntimeError:  # torch's DistStoreError among them
-        there = False
+    except RuntimeError as error:
+        there, cause = False, error
     if not there:
-        raise Deadline(message, advice="make the client on every rank", phase="rendezvous", ranks=[0])
+        raise Deadline(message, advice="make the client on every rank", phase="rendezvous", ranks=[0]) from cause
     return cast(bytes, store.get(key)).decode()
 
 

@@ -19,24 +19,27 @@ EXIT_NAME_TAKEN = 17
 _STARTED = (0, EXIT_NAME_TAKEN)
 
 
+def command(module: str, arguments: Sequence[str], python_options: Sequence[str] = ()) -> list[str]:
+    """Runs `module.main()` in another process; the package is found in whatever way this process found it."""
+    root = str(Path(__file__).resolve().parents[2])
+    program = f"import sys; sys.path.append({root!r}); from {module} import main; sys.exit(main())"
+    return [sys.executable, *python_options, "-c", program, *arguments]
+
+
 def start(module: str, arguments: Sequence[str], end: float, python_options: Sequence[str] = ()) -> str:
     """Runs `module.main()` until it went to the background, or `end` (monotonic seconds).
 
     Returns "" if it, or another one of that name, is there; else why it could not be started.
     """
-    root = str(Path(__file__).resolve().parents[2])
-    # The package is found in whatever way this process found it.
-    program = f"import sys; sys.path.append({root!r}); from {module} import main; sys.exit(main())"
     if not sys.executable:
         return "this process does not know its Python interpreter (sys.executable is empty)"
-    command = [sys.executable, *python_options, "-c", program, *arguments]
     try:
         starter = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd="/",
-            start_new_session=True,
+            command(module, arguments, python_options), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, cwd="/", start_new_session=True,
         )  # fmt: skip
     except OSError as error:
-        return f"{command[0]} cannot be run: {error}"
+        return f"{sys.executable} cannot be run: {error}"
     try:
         _, problem = starter.communicate(timeout=max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:

@@ -67,6 +67,10 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
+    def peer_of(self, slot: ArenaSlot) -> str:
+        """What has to be reached for the slot's sake: slots of one peer are all reached, or none is."""
+        ...
+
     def reaches(self, slot: ArenaSlot, timeout: timedelta | None = None) -> str | None:
         """None if this process can read the slot this way, else the reason why not. Blocks up to `timeout` (None: the
         transport's own)."""

@@ -2,8 +2,8 @@
 
 Used by `refitd.transport.collective` (readers) and `refitd.transport.collective_worker` (the sender's end). A group is
 a `torch.distributed.ProcessGroupGloo` on a store of its own: the default group is never touched, and every wait has a
-time-out. Only `Group` knows the backend, and only `tensor_at` where memory lies; NCCL over device memory changes those.
-Torch is imported when a group is formed.
+time-out. Only `Group` and `Store` know the backend, and only `tensor_at` where memory lies; NCCL over device memory
+changes those. Torch is imported when a group is formed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Order:
-    """Everything that is broadcast, in order: (offset, bytes) rows of the payload, and their chunks."""
+    """Everything that is broadcast, in order: (offset, bytes) rows of the payload, where each begins in the sequence,
+    and their chunks."""
 
     rows: Ints
     position: Ints
@@ -89,8 +90,9 @@ class Group:
     """A communicator of one sender (rank 0) and its readers. One thread uses it.
 
     Args:
+        store: Where they find each other; the group keeps it for as long as it lives.
         host: This end's address, reachable from the others.
-        store: host and port of the group's store; the sender's end makes one and leaves `store` None.
+        size: How many they are, the sender too.
 
     Raises `TimeoutError` if not all are there at `end` (monotonic seconds), `ConnectionError`.
     """

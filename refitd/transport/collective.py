@@ -26,7 +26,7 @@ from refitd.transport.broadcasts import STALL_S, Chunk, Group, Order, Store, ord
 from refitd.transport.moves import Moves
 from refitd.transport.peer import Peer
 from refitd.transport.sender_wire import MAX_RANGES, Connection, Kind, Refused, split_address
-from refitd.transport.tcp import Peers, TcpShare
+from refitd.transport.tcp import MAX_PEERS, Peers, TcpShare
 
 # Members that come anew at the same time may end each other's group more than once.
 _ATTEMPTS = 3
@@ -205,6 +205,9 @@ class CollectiveTransport:
         self._lock = threading.Lock()
         self._communicators: dict[Peer, _Communicator] = {}
 
+    def peer_of(self, slot: ArenaSlot) -> str:
+        return f"{slot.sender} {slot.sender_secret}"
+
     def reaches(self, slot: ArenaSlot, timeout: timedelta | None = None) -> str | None:
         """Connects to the sender if it is not yet; the group is formed at the first use."""
         if importlib.util.find_spec("torch") is None:
@@ -218,7 +221,10 @@ class CollectiveTransport:
         """As `TcpTransport.open`."""
         peer = self._peers.of(slot)
         with self._lock:
-            communicator = self._communicators.setdefault(peer, _Communicator(peer, self._membership))
+            communicator = self._communicators.pop(peer, None) or _Communicator(peer, self._membership)
+            self._communicators[peer] = communicator
+            if len(self._communicators) > MAX_PEERS:  # its peer is forgotten as well
+                del self._communicators[next(iter(self._communicators))]
         return CollectiveShare(communicator, slot, version, self._part(timeout))
 
     def close(self) -> None:

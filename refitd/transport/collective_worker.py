@@ -7,6 +7,7 @@ maps arenas read-only as the sender does and sends long ranges from where they l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import select
 import signal
 import socket
@@ -108,10 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
         problem = ["DEADLINE", str(error)[:MAX_TEXT]]
     except OSError as error:
         problem = ["UNAVAILABLE", str(error)[:MAX_TEXT]]
-    try:
+    with contextlib.suppress(OSError):  # the sender is gone, and nobody asks any more
         connection.send(Kind.REFUSED, problem, time.monotonic() + 5.0)
-    except OSError:
-        return 1
     return 1
 
 

@@ -279,7 +279,7 @@ def _left(end: float) -> float:
 
 
 def start_keeper(name: str, end: float) -> str:
-    """Runs `python -m refitd.agent.keeper --name NAME` detached, until it listens or `end` (monotonic seconds).
+    """Starts the keeper in the background; blocks until it listens or `end` (monotonic seconds).
 
     Returns "" if it, or another one of that name, is there; else why it could not be started.
     """

@@ -20,9 +20,6 @@ from numpy.typing import NDArray
 from refitd.domain.errors import ERRORS, Deadline, RefitError, Unauthenticated, VersionUnavailable
 from refitd.transport.sender_wire import Connection, Frame, Kind, Refused, respond, split_address
 
-# A sender that could not be reached is not tried again for each further share of the same pull.
-_RETRY_AFTER_S = 0.1
-
 
 class Peer:
     """Threads may share it; calls wait for each other. Nothing is connected before the first call."""
@@ -37,17 +34,13 @@ class Peer:
         self._streams_lock = threading.Lock()
         self._control: Connection | None = None
         self._streams: list[Connection] = []
-        self._failure: tuple[float, RefitError] | None = None
 
     def why_not(self, end: float) -> str | None:
         """None if the sender lets this reader in, else why not."""
-        if self._failure is not None and time.monotonic() < self._failure[0]:
-            return self._failure[1].message
         try:
             with self.control(end):
                 return None
         except RefitError as error:
-            self._failure = (time.monotonic() + _RETRY_AFTER_S, error)
             return error.message
 
     def call(
@@ -69,7 +62,9 @@ class Peer:
             try:
                 try:
                     yield self._connected(end)
-                except (OSError, KeyboardInterrupt):
+                except Refused:
+                    raise
+                except BaseException:  # an answer that still comes would be taken for that of the next call
                     self._drop()
                     raise
             finally:

@@ -43,7 +43,7 @@ def transports_named(names: Sequence[str]) -> tuple[Transport, ...]:
 def select(
     transports: Sequence[Transport], slots: Mapping[int, ArenaSlot], left: Callable[[], timedelta | None] = lambda: None
 ) -> Choice:
-    """For each rank the first transport, best first, that reaches its slot.
+    """For each rank the first transport, best first, that reaches its slot. A transport is asked once for each peer.
 
     Blocks as `Transport.reaches` does, each time up to what `left` gives. Raises `VersionUnavailable` naming the ranks
     that no transport reaches, and why; `Invalid` without transports.
@@ -52,10 +52,13 @@ def select(
         raise Invalid("no transport was given", advice="pass at least one, e.g. ShmTransport()")
     by_rank: dict[int, Transport] = {}
     refused: dict[tuple[str, str], list[int]] = {}
+    answers: dict[tuple[str, str], str | None] = {}
     for rank in sorted(slots):
         for transport in transports:
-            why = transport.reaches(slots[rank], left())
-            if why is None:
+            asked = (transport.name, transport.peer_of(slots[rank]))
+            if asked not in answers:
+                answers[asked] = transport.reaches(slots[rank], left())
+            if (why := answers[asked]) is None:
                 by_rank[rank] = transport
                 break
             refused.setdefault((transport.name, why), []).append(rank)

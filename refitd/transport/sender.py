@@ -58,7 +58,6 @@ class Sender:
         self._serve_on = ""
         self._lock = threading.Lock()
         self._sessions: dict[Connection, bool] = {}
-        self._agents: set[socket.socket] = set()
         self._idle_from = time.monotonic() + _FIRST_GRACE_S
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
@@ -79,7 +78,9 @@ class Sender:
                     if not self._is_full():
                         self._accept_reader()
                 elif isinstance(key.fileobj, socket.socket):
-                    self._forget_agent(key.fileobj)
+                    # An agent ended: it says nothing after its first request.
+                    self._selector.unregister(key.fileobj)
+                    key.fileobj.close()
             if time.monotonic() >= due:
                 if self._is_over():
                     break
@@ -122,13 +123,7 @@ class Sender:
                 accepted.close()
                 return
             # Kept open, so that the agent sees when this process ends.
-            self._agents.add(accepted)
             self._selector.register(accepted, selectors.EVENT_READ)
-
-    def _forget_agent(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        self._agents.discard(connection)
-        connection.close()
 
     def _listen(self, serve_on: str, address: str, secret: str) -> str:
         """Listens, if it does not yet; `address` and `secret` are what an earlier sender of this host had, or "".

@@ -30,7 +30,7 @@ class SenderClient:
     def __init__(self, keeper: str, serve_on: str) -> None:
         self._keeper = keeper
         self._serve_on = serve_on
-        self._socket: socket.socket | None = None
+        self._connection: Connection | None = None
         self._told = ("", "")
         self._pid = 0
 
@@ -40,25 +40,24 @@ class SenderClient:
         A sender that died is started anew with the address and the secret that it had, so that slots handed out before
         stay readable. Raises `Unavailable` (it cannot be started, or cannot listen there), `Deadline`.
         """
-        if self._socket is None or not _lives(self._socket):
+        if self._connection is None or not self._connection.idle:
             self.close()
             self._told = self._ask(time.monotonic() + timeout.total_seconds())
         return self._told
 
     def close(self) -> None:
         """The sender stays for as long as there are arenas."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _ask(self, end: float) -> tuple[str, str]:
-        connection = self._connect(end)
+        connection = Connection(self._connect(end), stall=end - time.monotonic())
         try:
-            wire = Connection(connection, stall=end - time.monotonic())
-            wire.send(Kind.SERVE, [self._serve_on, *self._told], end)
-            match wire.receive({Kind.SERVING: 0}, end).head:
+            connection.send(Kind.SERVE, [self._serve_on, *self._told], end)
+            match connection.receive({Kind.SERVING: 0}, end).head:
                 case [str(address), str(secret)]:
-                    self._socket = connection
+                    self._connection = connection
                     return address, secret
             raise self._gone("it does not say where it listens")
         except Refused as error:
@@ -74,7 +73,7 @@ class SenderClient:
         except OSError as error:
             raise self._gone(str(error)) from error
         finally:
-            if self._socket is None:
+            if self._connection is None:
                 connection.close()
 
     def _connect(self, end: float) -> socket.socket:
@@ -107,15 +106,6 @@ class SenderClient:
             f"the sender of keeper {self._keeper!r} cannot be reached: {why}",
             advice="without serve_on only this host reads", keeper=self._keeper,
         )  # fmt: skip
-
-
-def _lives(connection: socket.socket) -> bool:
-    try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
 
 
 def check_serve_on(serve_on: str | None) -> str | None:

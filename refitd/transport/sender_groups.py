@@ -11,16 +11,15 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from refitd.domain.errors import ERRORS, Deadline, Invalid, NoRoom, RefitError, Unavailable
+from refitd.transport.background import command
 from refitd.transport.broadcasts import union_of
 from refitd.transport.sender_wire import MAX_TEXT, Connection, Kind, Refused
 
@@ -102,8 +101,12 @@ class _Group:
         except OSError as error:
             raise self.fail(f"member {member} is gone: {error}") from error
         if leads:
-            with self._talking:
+            if not self._talking.acquire(timeout=_left(end)):
+                raise self.fail("its worker was busy until the deadline", Deadline)
+            try:
                 self._carry_out(key, turn.union, end)
+            finally:
+                self._talking.release()
         with self._condition:
             if leads:
                 turn.done = True
@@ -184,7 +187,10 @@ class SenderGroups:
             if group is None:
                 if len(self._groups) >= MAX_GROUPS and name not in self._groups:
                     raise NoRoom(f"{MAX_GROUPS} groups read from this host", advice="use tcp, or fewer replicas")
-                group = self._groups[name] = _Group(self._keeper, self.host, size, end)
+                try:
+                    group = self._groups[name] = _Group(self._keeper, self.host, size, end)
+                except OSError as error:  # no processes or descriptors left; the reader is to hear of it
+                    raise Unavailable(f"the worker of group {name!r} cannot be started: {error}") from error
             group.members.add(member)
         return [group.port(end), group.incarnation]
 
@@ -224,10 +230,8 @@ class SenderGroups:
 
 
 def _start(theirs: socket.socket, stderr: int) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).resolve().parents[2])
-    program = f"import sys; sys.path.append({root!r}); from {_WORKER_MODULE} import main; sys.exit(main())"
     return subprocess.Popen(
-        [sys.executable, "-c", program, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()],
+        command(_WORKER_MODULE, ["--fd", str(theirs.fileno())]), pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, cwd="/",
     )  # fmt: skip
 

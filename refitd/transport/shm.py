@@ -110,6 +110,9 @@ class ShmTransport:
         self._clients: dict[str, KeeperClient] = {}
         self._arenas: dict[tuple[str, str], _Attached] = {}
 
+    def peer_of(self, slot: ArenaSlot) -> str:
+        return f"{slot.host} {slot.keeper} {slot.arena}"
+
     def reaches(self, slot: ArenaSlot, timeout: timedelta | None = None) -> str | None:
         """Compares hosts, and maps the arena if it is not yet. Blocks up to the timeout the first time."""
         other = why_other_host(slot.host)

@@ -34,7 +34,7 @@ _STAGING_BYTES = 4 << 20
 # 32 million fragments.
 _MAX_LIST_BYTES = 1 << 28
 # Trainers come and go; the sender that was used longest ago is forgotten.
-_MAX_PEERS = 64
+MAX_PEERS = 64
 
 
 class TcpShare:
@@ -75,7 +75,7 @@ class TcpShare:
                 with self.peer.errors(), self.peer.stream(end) as stream:
                     for low in range(0, len(part), MAX_RANGES):
                         self._read(stream, part.take(slice(low, low + MAX_RANGES)), destinations, end)
-            except BaseException as error:
+            except BaseException as error:  # raised below, once no thread writes any more
                 errors.append(error)
 
         threads = [threading.Thread(target=work, args=(part,), name="refitd-tcp") for part in parts[1:]]
@@ -179,7 +179,7 @@ class Peers:
             peer = self._peers.pop(key, None) or Peer(*key, self._stall, self._streams)
             self._peers[key] = peer
             oldest = next(iter(self._peers))
-            forgotten = self._peers.pop(oldest) if len(self._peers) > _MAX_PEERS else None
+            forgotten = self._peers.pop(oldest) if len(self._peers) > MAX_PEERS else None
         if forgotten is not None:
             forgotten.close()
         return peer
@@ -207,6 +207,9 @@ class TcpTransport:
     ) -> None:
         self._timeout, self._streams = timeout, streams
         self._peers = Peers(stall, streams)
+
+    def peer_of(self, slot: ArenaSlot) -> str:
+        return f"{slot.sender} {slot.sender_secret}"
 
     def reaches(self, slot: ArenaSlot, timeout: timedelta | None = None) -> str | None:
         """Connects to the sender if it is not yet. Blocks up to the timeout the first time."""

@@ -311,6 +311,9 @@ class Only:
         self._arenas = arenas
         self.open, self.close = inner.open, inner.close
 
+    def peer_of(self, slot: ArenaSlot) -> str:
+        return slot.arena
+
     def reaches(self, slot: ArenaSlot, timeout: timedelta | None = None) -> str | None:
         return None if slot.arena in self._arenas else "out of reach"
 

@@ -336,8 +336,13 @@ class Deaf:
     def __init__(self, name: str, why: dict[int, str]) -> None:
         self.name = name
         self._why = why
+        self.asked: list[int] = []
+
+    def peer_of(self, slot: ArenaSlot) -> str:
+        return slot.sender or str(slot.slot)
 
     def reaches(self, slot: ArenaSlot, timeout: timedelta | None = None) -> str | None:
+        self.asked.append(slot.slot)
         return self._why.get(slot.slot)
 
     def open(self, slot: ArenaSlot, version: int, timeout: timedelta | None = None) -> Share:
@@ -363,6 +368,16 @@ def test_ranks_that_are_refused_for_one_reason_are_told_together() -> None:
     assert select([deaf, near], SLOTS).reason == (
         "near reaches all 3 shares; far does not reach ranks 0, 3, 5: no route"
     )
+
+
+def test_a_peer_is_asked_once_in_a_pull_and_anew_in_the_next() -> None:
+    """Each share of a dead sender would else cost a time-out; and one that is back would still count as dead."""
+    slots = {rank: replace(slot, sender="there") for rank, slot in SLOTS.items()}
+    far, near = Deaf("far", dict.fromkeys(SLOTS, "no route")), Deaf("near", {})
+    assert set(select([far, near], slots).by_rank.values()) == {near}
+    assert (len(far.asked), len(near.asked)) == (1, 1)
+    assert set(select([far, near], slots).by_rank.values()) == {near}
+    assert len(far.asked) == 2
 
 
 def test_when_no_transport_reaches_a_rank_it_is_named_with_all_reasons() -> None:

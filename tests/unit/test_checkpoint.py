@@ -211,6 +211,20 @@ def test_a_record_that_the_daemon_refuses_as_stale_leaves_no_file_that_vouches_f
     assert read_record(tmp_path) is None
 
 
+def test_a_record_that_a_defect_keeps_from_the_daemon_does_not_keep_the_next_one(world: World, tmp_path: Path) -> None:
+    world.refuse = ValueError
+    with world.checkpoints.begin(1, path=tmp_path) as fence:
+        pass
+    assert world.recorder.flush(SOON)
+    assert world.recorder.refused[fence.record.request_id].reason == "INTERNAL"
+    assert read_record(tmp_path) is not None
+    world.refuse = None
+    with world.checkpoints.begin(2, path=tmp_path):
+        pass
+    assert world.recorder.flush(SOON)
+    assert [record.step for record, _ in world.sent] == [2]
+
+
 def test_a_file_that_is_no_record_is_told(tmp_path: Path) -> None:
     assert read_record(tmp_path) is None
     record_path(tmp_path).write_text('{"format": 1, "record": {}}')

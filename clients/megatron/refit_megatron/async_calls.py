@@ -82,7 +82,7 @@ class Results:
     def put(self, result: Any) -> None:
         """In the writer's process, in place of the queue's own."""
         part: int | None = None
-        with suppress(OSError):
+        with suppress(OSError):  # not known then, which is said at the finalise; the bytes may be whole all the same
             part = None if isinstance(result, Exception) else files_part(self.files)
         self.queue.put((_LABEL, self.label, result, part))
 
@@ -95,7 +95,7 @@ class Results:
         if self.queue is not None:
             self.queue.put(result)
         try:
-            yield part if self.queue is not None else 0
+            yield part if self.queue is not None or self.files else 0
         finally:
             for other in others:
                 self.queue.put(other)

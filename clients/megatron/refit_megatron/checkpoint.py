@@ -176,6 +176,7 @@ class WatchedQueue:
             raise CheckpointBusy(
                 "an earlier save to the same path is still being written; two writers would mix their bytes",
                 advice="finalise it first, or save to another path",
+                path=path,
             )
         return _LONGEST[worst], path, step
 
@@ -222,6 +223,10 @@ class WatchedQueue:
                 for mark in marks:
                     mark()
             files = add_up(part)
+            if files is None:
+                log.warning(
+                    "the files of checkpoint %s are not known to its record: they were not read back", fence.path
+                )
             fence.know_files("" if files is None else digest_text(files))
         except BaseException as error:
             fence.abandon(f"{type(error).__name__}: {error}")
@@ -254,8 +259,8 @@ class WatchedQueue:
                 self._mend()
                 return []
             self._agree_on_ended_fences()
-            if blocking and (ended := [call for call in self._queue.async_calls if self._is_given_up(call)]):
-                for call in ended:
+            if blocking:
+                for call in filter(self._is_given_up, self._queue.async_calls):
                     async_calls.end_writer(call)
             dead = self._dead_worker()  # before the finalise, which takes what it had done
             try:
